@@ -1,0 +1,200 @@
+"""Command line: argv → recipe → one stage's run(). Imports no torch, and has no logic of its own.
+
+Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 the work failed or a check says no, 2 the request is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from draftsmith import __version__
+from draftsmith.errors import DraftsmithError
+
+app = typer.Typer(
+    name="draftsmith",
+    help="Trains EAGLE-3 draft models for any large language model, and proves each step before it costs GPU hours.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file that describes the run")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[section.field=value …]", help="Settings that replace the recipe's")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else")]
+Redo = Annotated[bool, typer.Option("--redo", help="Delete the results there are and do it again")]
+
+
+def main() -> None:
+    """Entry point of the `draftsmith` command."""
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as exit:
+        sys.exit(exit.exit_code)
+    except typer.Abort:
+        sys.exit(1)
+    except DraftsmithError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("error: stopped at once; the same command goes on from the last safe point", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:
+        sys.exit(1)
+    except Exception as error:  # noqa: BLE001 - the outermost frame: nothing carries on after it
+        if hasattr(error, "format_message"):  # click's: the arguments do not fit
+            print(f"error: {error.format_message()}\n  hint: see `draftsmith --help`", file=sys.stderr)
+            sys.exit(2)
+        traceback.print_exc()
+        print("error: this is a fault of draftsmith; please report it with the lines above", file=sys.stderr)
+        sys.exit(1)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version")
+    ] = False,
+) -> None:
+    pass
+
+
+def _print(report: dict[str, Any], as_json: bool) -> None:
+    """A stage's report: whole as JSON, or its summary lines for people."""
+    if as_json:
+        print(json.dumps({k: v for k, v in report.items() if k != "summary"}, indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(report.get("summary", [])))
+
+
+def _with_recipe(path: Path, overrides: list[str] | None, work: Callable[[Any], dict[str, Any]], as_json: bool) -> None:
+    from draftsmith import recipe
+    from draftsmith.signals import graceful_stop
+
+    with graceful_stop():
+        report = work(recipe.load(path, overrides or []))
+    _print(report, as_json)
+
+
+def _stage(name: str, recipe: Path, overrides: list[str] | None, as_json: bool, redo: bool) -> None:
+    from draftsmith.pipeline import run_stage
+
+    _with_recipe(recipe, overrides, lambda loaded: run_stage(name, loaded, redo=redo), as_json)
+
+
+@app.command()
+def run(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = False, redo: Redo = False) -> None:
+    """Go through all stages: skip what is done, resume what is half done."""
+    from draftsmith.pipeline import run_all
+
+    def work(loaded: Any) -> dict[str, Any]:
+        reports = run_all(loaded, redo=redo)
+        return {**reports, "summary": [line for report in reports.values() for line in report.get("summary", [])]}
+
+    _with_recipe(recipe, overrides, work, as_json)
+
+
+@app.command()
+def probe(
+    model: Annotated[str, typer.Argument(metavar="MODEL|RECIPE", help="Folder, hub id, HOST:/path, or a recipe file")],
+    overrides: Overrides = None,
+    as_json: Json = False,
+    redo: Redo = False,
+    revision: Annotated[str | None, typer.Option(help="Hub revision")] = None,
+    ssh: Annotated[str | None, typer.Option(help="user@host that holds MODEL; nothing is installed there")] = None,
+) -> None:
+    """Read a target's configuration and weight index: facts, verdicts, budget. Loads no weights."""
+    if model.endswith((".yaml", ".yml")):
+        _stage("probe", Path(model), overrides, as_json, redo)
+        return
+    from draftsmith.probe import examine
+
+    report = examine(model, revision=revision, ssh=ssh, overrides=overrides or [])
+    _print(report, as_json)
+    raise typer.Exit(1 if report["verdict"] == "fail" else 0)
+
+
+@app.command()
+def prepare(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    redo: Redo = False,
+    show: Annotated[int, typer.Option(help="Print so many samples with the loss mask in colour")] = 0,
+) -> None:
+    """Conversations → token ids, loss masks and draft vocabulary."""
+    if show:
+        from draftsmith import recipe as recipes
+        from draftsmith.prepare.show import show_samples
+
+        show_samples(recipes.load(recipe, overrides or []), show)
+        return
+    _stage("prepare", recipe, overrides, as_json, redo)
+
+
+@app.command()
+def extract(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = False, redo: Redo = False) -> None:
+    """Corpus + target → hidden states in the store."""
+    _stage("extract", recipe, overrides, as_json, redo)
+
+
+@app.command()
+def train(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = False, redo: Redo = False) -> None:
+    """Store → draft checkpoints, by EAGLE-3 with training-time test."""
+    _stage("train", recipe, overrides, as_json, redo)
+
+
+@app.command()
+def evaluate(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = False, redo: Redo = False) -> None:
+    """Acceptance length on held-out prompts, and proof that the output is unchanged."""
+    _stage("evaluate", recipe, overrides, as_json, redo)
+
+
+@app.command()
+def export(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = False, redo: Redo = False) -> None:
+    """Checkpoint → draft folders for vLLM and SGLang, read back and compared."""
+    _stage("export", recipe, overrides, as_json, redo)
+
+
+@app.command()
+def serve(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = False, redo: Redo = False) -> None:
+    """Print the engine command that serves the target with its draft."""
+    _stage("serve", recipe, overrides, as_json, redo)
+
+
+@app.command()
+def recipe() -> None:
+    """Print every setting with its default and meaning."""
+    from draftsmith.recipe import describe
+
+    print(describe())
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option("--dir", help="Where the model and the run are kept")] = Path("runs/demo"),
+    as_json: Json = False,
+) -> None:
+    """Train, measure and export a draft for SmolLM2-135M on this machine, in minutes."""
+    from draftsmith.demo import run_demo
+    from draftsmith.signals import graceful_stop
+
+    with graceful_stop():
+        report = run_demo(folder)
+    _print(report, as_json)

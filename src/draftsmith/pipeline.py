@@ -1,0 +1,130 @@
+"""How a stage is run: skipped when done, resumed when half done, refused when its settings or inputs changed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from draftsmith import __version__
+from draftsmith.errors import DraftsmithError, Interrupted, MissingInputError, StaleError
+from draftsmith.recipe import Recipe
+from draftsmith.rundir import INPUTS, STAGES, RunPaths, append_event, hash_file, hash_json, write_json
+
+# Found again at every run: the report of a stage that was done says nothing about the world of today.
+ALWAYS = ("serve", "report")
+
+
+def run_all(recipe: Recipe, *, redo: bool = False) -> dict[str, Any]:
+    """Go through all stages. Returns their reports by stage."""
+    return {stage: run_stage(stage, recipe, redo=redo) for stage in STAGES}
+
+
+def run_stage(stage: str, recipe: Recipe, *, redo: bool = False) -> dict[str, Any]:
+    """Run one stage as far as it is not done, and return its report.
+
+    Raises:
+        StaleError: it was done or begun under other settings or inputs; names what differs.
+        MissingInputError: an earlier stage has not been done.
+    """
+    paths = RunPaths(recipe.folder)
+    wanted = fingerprint(stage, recipe, paths)
+    state = read_state(paths, stage)
+    if redo and state is not None:
+        append_event(paths, stage, "redo")
+        shutil.rmtree(paths.stage(stage))
+        state = None
+    if state is not None:
+        differing = differences(state["fingerprint"], wanted)
+        if differing and stage not in ALWAYS:
+            raise StaleError(
+                f"{'was done' if state['status'] == 'done' else 'was begun'} with other "
+                f"{'settings or inputs' if len(differing) > 1 else 'setting or input'}: " + "; ".join(differing),
+                where=stage,
+                hint="restore them, use another run_dir, or give --redo to delete this stage's results and do it again",
+            )
+        if state["status"] == "done" and stage not in ALWAYS:
+            append_event(paths, stage, "skipped")
+            return state["report"]
+    resuming = state is not None
+    started = time.time()
+    record: dict[str, Any] = {"status": "running", "fingerprint": wanted, "version": __version__}
+    write_json(paths.stage_file(stage), record)
+    append_event(paths, stage, "resumed" if resuming else "started")
+    try:
+        report = importlib.import_module(f"draftsmith.{stage}").run(recipe, paths)
+    except (Interrupted, KeyboardInterrupt):
+        append_event(paths, stage, "interrupted", seconds=time.time() - started)
+        raise
+    except DraftsmithError as error:
+        append_event(paths, stage, "failed", error=str(error), seconds=time.time() - started)
+        raise
+    seconds = round(time.time() - started, 2)
+    report = {**report, "seconds": seconds}
+    write_json(paths.stage_file(stage), {**record, "status": "done", "report": report})
+    append_event(paths, stage, "done", seconds=seconds)
+    return report
+
+
+def read_state(paths: RunPaths, stage: str) -> dict[str, Any] | None:
+    """What is on record of a stage; None if it was never begun."""
+    file = paths.stage_file(stage)
+    if not file.exists():
+        return None
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+        state["fingerprint"]["settings"], state["status"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StaleError(
+            f"{file} is damaged: {error}",
+            where=stage,
+            hint="give --redo to delete this stage's results and do it again",
+        ) from error
+    return state
+
+
+def fingerprint(stage: str, recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
+    """All that a stage's result depends on: settings, the inputs' fingerprints, the content of files it reads."""
+    settings = {stage: getattr(recipe, stage).identity(), "target": recipe.target.identity(), "seed": recipe.seed}
+    inputs = {}
+    for name in INPUTS[stage]:
+        state = read_state(paths, name)
+        if state is None or state["status"] != "done":
+            raise MissingInputError(
+                f"needs `{name}`, which {'is half done' if state else 'has not been done'} in {paths.root}",
+                where=stage,
+                hint=f"run `draftsmith {name} RECIPE`, or `draftsmith run RECIPE` for everything in order",
+            )
+        inputs[name] = hash_json(state["fingerprint"])
+    return {"settings": settings, "inputs": inputs, "files": _files(stage, recipe)}
+
+
+def _files(stage: str, recipe: Recipe) -> dict[str, str]:
+    """Content hash of each file outside the run that the stage reads."""
+    if stage == "probe":
+        from draftsmith.probe.facts import read_facts
+
+        facts = read_facts(recipe.target.model, revision=recipe.target.revision)
+        names = ("config_sha256", "weights_sha256", "tokenizer_sha256", "template_sha256")
+        return {f"target {name.removesuffix('_sha256')}": getattr(facts, name) or "absent" for name in names}
+    if stage == "prepare":
+        outside = [source.path for source in recipe.prepare.sources if source.format != "dataset"]
+        outside += [recipe.prepare.chat_template] if recipe.prepare.chat_template else []
+        return {path: hash_file(Path(path)) for path in outside if Path(path).is_file()}
+    return {}
+
+
+def differences(before: Any, now: Any, prefix: str = "") -> list[str]:
+    """`name: before → now` for every leaf that differs."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        found = []
+        for key in sorted(before.keys() | now.keys()):
+            found += differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else str(key))
+        return found
+    if before == now:
+        return []
+    name = prefix.removeprefix("settings.")
+    return [name if name.startswith(("inputs.", "files.")) else f"{name}: {before!r} → {now!r}"]

@@ -1,0 +1,349 @@
+"""Every setting of a run, once.
+
+A recipe is YAML with one section per stage, and `target`, which all stages share. It is frozen; a key that does not
+exist is refused with the nearest one that does. Settings that cannot change a result (devices, batch sizes, logging)
+are marked `Free`: changing them does not make a finished stage stale.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from draftsmith.errors import RecipeError
+
+
+class _Free:
+    """Marks a setting that changes how, not what: it is left out of the stage's fingerprint."""
+
+
+Free = _Free()
+PositiveInt = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that a result depends on, nested sections included, as plain JSON values."""
+        chosen: dict[str, Any] = {}
+        for name, info in type(self).model_fields.items():
+            if any(mark is Free for mark in info.metadata):
+                continue
+            value = getattr(self, name)
+            chosen[name] = value.identity() if isinstance(value, Section) else _plain(value)
+        return chosen
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return value.identity()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+class Target(Section):
+    """The model that is to decode faster."""
+
+    model: str = Field(description="Local folder or hub id")
+    revision: str | None = Field(None, description="Hub revision")
+    trust_remote_code: bool = Field(False, description="Run code that the model folder brings along")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="Computation dtype; auto: the checkpoint's own"
+    )
+    device: Annotated[str, Free] = Field("auto", description="auto, cpu, cuda, cuda:1 …")
+
+
+class Probe(Section):
+    """What the verdict and the budget are computed for."""
+
+    engine: Annotated[Literal["vllm", "transformers"], Free] = "vllm"
+    gpus: Annotated[PositiveInt, Free] = Field(1, description="Devices that share the target")
+    gpu_memory_gib: Annotated[float | None, Free] = Field(None, description="Memory of one device; measured if null")
+    load_gib_per_second: Annotated[float, Free] = Field(
+        0.5, description="Rate at which weights are read from disk and put on the devices"
+    )
+
+
+class Source(Section):
+    """One file of conversations, or one dataset of the hub."""
+
+    path: str = Field(description="File, or dataset id where format is `dataset`")
+    format: Literal["auto", "sharegpt", "messages", "parquet", "dataset"] = "auto"
+    split: str = Field("train", description="Split of a `dataset`")
+    domain: str | None = Field(None, description="Name for figures by domain; the file's own name if null")
+    limit: PositiveInt | None = Field(None, description="Read at most so many conversations")
+    skip: Annotated[int, Field(ge=0)] = Field(0, description="Pass over the first so many conversations")
+    accept_truncated: bool = Field(False, description="Take the whole records of a file that is cut off")
+
+
+class Regenerate(Section):
+    """Answers written by the target itself: a draft learns poorly from other people's."""
+
+    using: Literal["transformers", "server", "none"] = "transformers"
+    url: Annotated[str | None, Free] = Field(None, description="OpenAI-compatible server, such as http://host:8000/v1")
+    served_model: Annotated[str | None, Free] = Field(None, description="Model name on that server; asked if null")
+    max_new_tokens: PositiveInt = 512
+    max_turns: PositiveInt | None = Field(None, description="Answer at most so many user turns of a conversation")
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    batch_size: Annotated[PositiveInt, Free] = Field(32, description="Sequences at once, or requests in flight")
+    timeout_seconds: Annotated[float, Free] = Field(300.0, description="Longest wait for one answer of a server")
+
+
+class Prepare(Section):
+    """Conversations in, token ids and loss masks out."""
+
+    sources: list[Source] = Field(default_factory=list)
+    regenerate: Regenerate = Regenerate()
+    max_length_tokens: PositiveInt = Field(2048, description="Longer samples are cut here")
+    min_answer_tokens: PositiveInt = Field(4, description="Samples with fewer supervised tokens are dropped")
+    chat_template: str | None = Field(None, description="Jinja file instead of the tokenizer's own template")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Passed to the template, such as enable_thinking"
+    )
+    draft_vocab_size: PositiveInt | None = Field(None, description="null: the target's whole vocabulary")
+    validation_fraction: Fraction = Field(0.05, description="Share of conversations held out")
+    workers: Annotated[PositiveInt, Free] = 1
+
+
+class Extract(Section):
+    """The target's hidden states for every token of the corpus."""
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    aux_layer_ids: list[int] | None = Field(None, description="Canonical ids; null: 2, N//2, N-3")
+    codec: Literal["bf16", "fp32"] = Field("bf16", description="How states are stored")
+    batch_tokens: Annotated[PositiveInt, Free] = Field(4096, description="Tokens in one forward, padding included")
+    shard_mib: Annotated[PositiveInt, Free] = Field(256, description="Size at which a shard is closed")
+
+
+class Draft(Section):
+    """The draft's shape. What is null follows the target."""
+
+    num_attention_heads: PositiveInt | None = None
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    intermediate_size: PositiveInt | None = None
+    norm_before_residual: bool = Field(True, description="Residual stream starts from the normed state")
+    norm_before_fc: bool = Field(True, description="One RMSNorm over the concatenated auxiliary states")
+    fc_norm: bool = Field(False, description="One RMSNorm per auxiliary state (EAGLE-3.1)")
+    norm_output: bool = Field(True, description="Feed the normed output back to the next step (EAGLE-3.1)")
+    initial: str | None = Field(None, description="Exported draft or checkpoint folder to start from")
+
+
+class Train(Section):
+    """EAGLE-3 with training-time test."""
+
+    draft: Draft = Draft()
+    unroll_steps: PositiveInt = Field(5, description="Steps of training-time test")
+    step_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="Weight of unroll step k is decay**k")
+    mask_out_of_vocab: bool = Field(True, description="Skip positions whose target top-1 the draft cannot say")
+    epochs: Annotated[float, Field(gt=0)] = 10.0
+    max_steps: PositiveInt | None = Field(None, description="Optimizer steps; overrides epochs")
+    batch_tokens: PositiveInt = Field(8192, description="Tokens per optimizer step and rank")
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    min_learning_rate_ratio: Fraction = Field(0.1, description="Of the peak, at the end of the cosine")
+    warmup_fraction: Fraction = 0.03
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 0.5
+    autocast: Literal["auto", "bfloat16", "none"] = Field("auto", description="auto: bfloat16 on CUDA, none on CPU")
+    device: Annotated[str, Free] = "auto"
+    log_every_steps: Annotated[PositiveInt, Free] = 10
+    checkpoint_every_steps: Annotated[PositiveInt, Free] = 500
+    validate_every_steps: Annotated[PositiveInt, Free] = 500
+    keep_checkpoints: Annotated[PositiveInt, Free] = 2
+    tensorboard: Annotated[bool, Free] = True
+
+
+class Evaluate(Section):
+    """What the draft is worth on held-out conversations."""
+
+    num_speculative_tokens: PositiveInt = Field(3, description="Draft tokens per round")
+    prompts: PositiveInt = Field(40, description="Held-out prompts decoded for real")
+    max_new_tokens: PositiveInt = 128
+    compare_untrained: bool = Field(True, description="Also measure the draft as it was before training")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: float32 on CPU, else the target's")
+    device: Annotated[str, Free] = "auto"
+
+
+class Export(Section):
+    """The draft in the engines' formats."""
+
+    formats: list[Literal["vllm", "sglang"]] | None = Field(
+        None, description="null: every format that can hold this draft; the others are listed with the reason"
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+
+
+class Serve(Section):
+    """The engine command line."""
+
+    engine: Literal["vllm", "sglang"] = "vllm"
+    num_speculative_tokens: PositiveInt | None = Field(None, description="null: as evaluated")
+    tensor_parallel_size: PositiveInt = 1
+
+
+class Report(Section):
+    """The page about a run."""
+
+    title: str | None = None
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    run_dir: Annotated[Path | None, Free] = Field(None, description="null: runs/<name>")
+    seed: int = 0
+    target: Target
+    probe: Probe = Probe()
+    prepare: Prepare = Prepare()
+    extract: Extract = Extract()
+    train: Train = Train()
+    evaluate: Evaluate = Evaluate()
+    export: Export = Export()
+    serve: Serve = Serve()
+    report: Report = Report()
+
+    @property
+    def folder(self) -> Path:
+        return self.run_dir if self.run_dir is not None else Path("runs") / self.name
+
+
+def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """Read a recipe file and apply `section.field=value` overrides, whose values are YAML.
+
+    Relative paths inside a recipe are taken from the working directory.
+
+    Raises:
+        RecipeError: the file is not there or not YAML, a key does not exist, or a value does not fit.
+    """
+    path = Path(path)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RecipeError(
+            "there is no such recipe", where=str(path), hint="give the path of a YAML file; recipes/ has some"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot be read: {error}", where=str(path)) from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"is not valid YAML: {' '.join(str(error).split())}", where=str(path)) from error
+    if not isinstance(tree, dict):
+        raise RecipeError("must be a mapping of sections", where=str(path), hint="start with `name:` and `target:`")
+    for override in overrides:
+        _apply(tree, override)
+    return parse(tree, where=str(path))
+
+
+def parse(tree: dict[str, Any], where: str = "recipe") -> Recipe:
+    """Check a tree of settings. Raises RecipeError naming every key that does not fit."""
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        problems = [_explain(detail) for detail in error.errors()]
+        raise RecipeError("; ".join(problems), where=where, hint="`draftsmith recipe` prints every setting") from None
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    """Set one dotted key in place; a whole number addresses an item of a list."""
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted:
+        raise RecipeError("an override reads section.field=value", where=override)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"value is not valid YAML: {' '.join(str(error).split())}", where=override) from error
+    *parents, last = dotted.split(".")
+    node: Any = tree
+    for key in parents:
+        if isinstance(node, list):
+            node = node[_index(node, key, override)]
+            continue
+        if not isinstance(node, dict):
+            raise RecipeError(f"`{key}` is not below a section", where=override)
+        if node.get(key) is None:
+            node[key] = {}
+        node = node[key]
+    if isinstance(node, list):
+        node[_index(node, last, override)] = value
+    elif isinstance(node, dict):
+        node[last] = value
+    else:
+        raise RecipeError(f"`{last}` is not below a section", where=override)
+
+
+def _index(items: list[Any], key: str, override: str) -> int:
+    if not key.isdigit() or int(key) >= len(items):
+        raise RecipeError(f"`{key}` is not one of the {len(items)} items, counted from 0", where=override)
+    return int(key)
+
+
+def _explain(detail: ErrorDetails) -> str:
+    """One pydantic error as a sentence; for an unknown key, with the nearest that exists."""
+    location = detail["loc"]
+    dotted = ".".join(str(part) for part in location)
+    if detail["type"] != "extra_forbidden":
+        return f"`{dotted}`: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+    known = list(fields_at(location[:-1]))
+    near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+    if near:
+        return f"`{dotted}` does not exist; did you mean `{near[0]}`?"
+    elsewhere = [path for path in every_setting() if path.endswith("." + str(location[-1]))]
+    if elsewhere:
+        return f"`{dotted}` does not exist; did you mean `{elsewhere[0]}`?"
+    return f"`{dotted}` does not exist; here may stand {', '.join(known)}"
+
+
+def fields_at(location: tuple[int | str, ...]) -> dict[str, FieldInfo]:
+    """The settings that a section may hold; `location` is the path to it."""
+    section: type[Section] = Recipe
+    for part in location:
+        if isinstance(part, int):
+            continue
+        section = _section_of(section.model_fields[part]) or section
+    return section.model_fields
+
+
+def every_setting() -> dict[str, FieldInfo]:
+    """Dotted name of every setting, in the order of the file."""
+    found: dict[str, FieldInfo] = {}
+
+    def walk(section: type[Section], prefix: str) -> None:
+        for name, info in section.model_fields.items():
+            inner = _section_of(info)
+            if inner is None:
+                found[prefix + name] = info
+            else:
+                walk(inner, f"{prefix}{name}.")
+
+    walk(Recipe, "")
+    return found
+
+
+def _section_of(info: FieldInfo) -> type[Section] | None:
+    candidates = [info.annotation, *getattr(info.annotation, "__args__", ())]
+    for candidate in candidates:
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def describe() -> str:
+    """Every setting with its default and meaning, one a line."""
+    lines = []
+    for name, info in every_setting().items():
+        value = info.get_default(call_default_factory=True)
+        default = "required" if info.is_required() else json.dumps(value, default=str)
+        lines.append(f"{name:<42} {default:<14} {info.description or ''}".rstrip())
+    return "\n".join(lines)

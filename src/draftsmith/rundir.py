@@ -1,0 +1,167 @@
+"""The files of a run: their names, how they are written, and what a stage's result depends on.
+
+RUN/
+  events.jsonl            one line for everything that happened, with its time
+  STAGE/stage.json        fingerprint, status (running, done), report
+  probe/facts.json        TargetFacts
+  prepare/corpus.parquet  Samples          prepare/draft_vocab.json
+  extract/store/          shards, ledger, manifest
+  train/checkpoints/      step-00000500/ …, complete or absent
+  evaluate/acceptance.json
+  export/vllm/ export/sglang/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import MissingInputError
+
+STAGES = ("probe", "prepare", "extract", "train", "evaluate", "export", "serve", "report")
+
+# What each stage reads of the earlier ones. The target itself reaches every stage through the probe.
+INPUTS: dict[str, tuple[str, ...]] = {
+    "probe": (),
+    "prepare": ("probe",),
+    "extract": ("probe", "prepare"),
+    "train": ("probe", "prepare", "extract"),
+    "evaluate": ("probe", "prepare", "extract", "train"),
+    "export": ("probe", "prepare", "train"),
+    "serve": ("probe", "export"),
+    "report": ("probe",),
+}
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """Where things are in a run's folder."""
+
+    root: Path
+
+    def stage(self, name: str) -> Path:
+        return self.root / name
+
+    def stage_file(self, name: str) -> Path:
+        return self.root / name / "stage.json"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def facts(self) -> Path:
+        return self.root / "probe" / "facts.json"
+
+    @property
+    def answers(self) -> Path:
+        return self.root / "prepare" / "answers.jsonl"
+
+    @property
+    def corpus(self) -> Path:
+        return self.root / "prepare" / "corpus.parquet"
+
+    @property
+    def draft_vocab(self) -> Path:
+        return self.root / "prepare" / "draft_vocab.json"
+
+    @property
+    def store(self) -> Path:
+        return self.root / "extract" / "store"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "train" / "checkpoints"
+
+    @property
+    def acceptance(self) -> Path:
+        return self.root / "evaluate" / "acceptance.json"
+
+    def export(self, format: str) -> Path:
+        return self.root / "export" / format
+
+    def require(self, path: Path, stage: str) -> Path:
+        """The path, if the stage that makes it has done so."""
+        if not path.exists():
+            raise MissingInputError(
+                f"{path} is not there: `{stage}` has not been done",
+                hint=f"run `draftsmith {stage} RECIPE`, or `draftsmith run RECIPE` for everything in order",
+            )
+        return path
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to; it takes the name of `path` once the block ends well.
+
+    The file is on disk under its own name completely or not at all, also after a power cut.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield aside
+        with open(aside, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+        sync_folder(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with atomic_path(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, data: Any) -> None:
+    write_text(path, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def append_event(paths: RunPaths, stage: str, event: str, **details: Any) -> None:
+    """Add a line to events.jsonl. A line that a crash cut short ends before the next one starts."""
+    paths.root.mkdir(parents=True, exist_ok=True)
+    line = json.dumps({"time": round(time.time(), 3), "stage": stage, "event": event, **details}, default=str)
+    with open(paths.events, "ab+") as file:
+        file.seek(0, os.SEEK_END)
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = "\n" + line
+        file.write(line.encode() + b"\n")
+
+
+def read_events(paths: RunPaths) -> list[dict[str, Any]]:
+    """Every whole event of the run, in order."""
+    events = []
+    if paths.events.exists():
+        for line in paths.events.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                events.append(json.loads(line))
+            except json.JSONDecodeError:  # the line that a crash cut short
+                continue
+    return events
+
+
+def hash_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_json(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

@@ -1,0 +1,44 @@
+"""Stopping at a safe point: the first Ctrl-C or SIGTERM asks, the second insists."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from draftsmith.errors import Interrupted
+
+_requested = False
+
+
+@contextmanager
+def graceful_stop() -> Iterator[None]:
+    """Within the block, SIGINT and SIGTERM set a flag that `check_stop` turns into an error at the next safe point."""
+    global _requested
+    _requested = False
+
+    def request(number: int, frame: FrameType | None) -> None:
+        global _requested
+        if _requested:
+            raise KeyboardInterrupt
+        _requested = True
+        print("stopping at the next safe point; once more to stop at once", file=sys.stderr)
+
+    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stop_requested() -> bool:
+    return _requested
+
+
+def check_stop(where: str) -> None:
+    """Call where everything done so far is safely on disk. Raises Interrupted if a stop was asked for."""
+    if _requested:
+        raise Interrupted("stopped on request; nothing is lost", where=where, hint="the same command goes on from here")
