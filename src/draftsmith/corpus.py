@@ -77,7 +77,8 @@ def corpus_metadata(path: Path) -> dict[str, Any]:
 def _check(sample: Sample, seen: set[str]) -> None:
     if not sample.input_ids or len(sample.input_ids) != len(sample.loss_mask):
         raise DataError(
-            f"has {len(sample.input_ids)} tokens and a loss mask of {len(sample.loss_mask)}", where=f"sample {sample.id}"
+            f"has {len(sample.input_ids)} tokens and a loss mask of {len(sample.loss_mask)}",
+            where=f"sample {sample.id}",
         )
     if sample.id in seen:
         raise DataError("two samples have this id", where=f"sample {sample.id}")
