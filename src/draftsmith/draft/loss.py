@@ -1,0 +1,99 @@
+"""What the draft learns from: the target's distribution on the draft's vocabulary.
+
+    loss = Σ_k decay^k · mean over counted slots of  − Σ_v p(v) log q_k(v)
+
+p is the target's softmax restricted to the draft vocabulary and renormalised; its cross-entropy has the gradient of
+forward KL (EAGLE reference `traineagle3/cnets.py`, 831-865). Unlike there, the mean is over the slots that count, so
+that the gradient does not depend on how much of a batch is prompt or padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from draftsmith.draft.attention import Spans
+from draftsmith.draft.model import Draft
+from draftsmith.draft.unroll import counted_slots, unroll
+from draftsmith.records import Batch
+from draftsmith.target import TargetHead
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's opinion after each token of a flat batch."""
+
+    probs: torch.Tensor  # [S, Vd], sums to 1
+    top1: torch.Tensor  # [S] int64, target id of the likeliest token of the whole vocabulary
+    top1_in_vocab: torch.Tensor  # [S] bool, whether the draft can say it
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Sums over the slots of one unroll step, to be divided by counts of all ranks together."""
+
+    loss_sum: torch.Tensor  # scalar, over the slots trained on
+    loss_count: int
+    correct: torch.Tensor  # slots whose draft token is the target's own top-1
+    accepted: torch.Tensor  # slots where this draft token and all before it are right
+    counted: int  # slots that serving would draft for; denominator of both
+
+
+def teacher_of(draft: Draft, head: TargetHead, last: torch.Tensor) -> Teacher:
+    """The target's distribution from its last states [S, Ht], before the final norm."""
+    with torch.no_grad():
+        logits = head.logits(last)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        top1 = logits.argmax(-1)
+        ids = draft.draft_ids
+        if ids is None:
+            return Teacher(logits.softmax(-1), top1, torch.ones_like(top1, dtype=torch.bool))
+        return Teacher(logits[:, ids].softmax(-1), top1, draft.t2d[top1])
+
+
+def soft_cross_entropy(logits: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """− Σ_v p(v) log softmax(logits)(v): [S, Vd] twice → [S], in float32 or wider."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return -(probs * wide.log_softmax(-1)).sum(-1)
+
+
+def unrolled_loss(
+    draft: Draft, batch: Batch, teacher: Teacher, steps: int, mask_out_of_vocab: bool = True
+) -> list[StepResult]:
+    """Loss and acceptance of every unroll step on one batch.
+
+    A slot whose target top-1 lies outside the draft vocabulary is never accepted; with `mask_out_of_vocab` it is not
+    trained on either, since what is left of its distribution is a renormalised tail.
+    """
+    counted_by_step = counted_slots(batch.loss_mask, batch.document, steps)
+    states = unroll(draft, batch.input_ids, batch.aux, batch.position, spans_of(batch.document), steps)
+    accepted = torch.ones_like(batch.loss_mask)
+    results = []
+    for k, (normed, counted) in enumerate(zip(states, counted_by_step, strict=True)):
+        slots = counted.nonzero().squeeze(-1)
+        logits = draft.lm_head(normed[slots])
+        losses = soft_cross_entropy(logits, teacher.probs[slots + 1 + k])
+        if mask_out_of_vocab:
+            losses = losses[teacher.top1_in_vocab[slots + 1 + k]]
+        correct = torch.zeros_like(counted)
+        correct[slots] = draft.to_target_ids(logits.argmax(-1)) == teacher.top1[slots + 1 + k]
+        accepted = accepted & correct
+        results.append(StepResult(losses.sum(), losses.numel(), correct.sum(), accepted.sum(), slots.numel()))
+    return results
+
+
+def total_loss(results: list[StepResult], counts: list[int], step_decay: float) -> torch.Tensor:
+    """Σ_k decay^k · loss_sum_k / counts_k, where counts are those of the whole global batch. A step of none adds 0."""
+    parts = [
+        step_decay**k * result.loss_sum / count
+        for k, (result, count) in enumerate(zip(results, counts, strict=True))
+        if count
+    ]
+    return torch.stack(parts).sum() if parts else results[0].loss_sum * 0
+
+
+def spans_of(document: torch.Tensor) -> Spans:
+    """[start, end) of each run of equal numbers: [S] → list."""
+    edges = (torch.nonzero(document[1:] != document[:-1]).flatten() + 1).tolist()
+    return list(zip([0, *edges], [*edges, len(document)], strict=True))
