@@ -1,0 +1,84 @@
+"""A draft as a folder: config.json and model.safetensors, without the embedding, which is the target's.
+
+config.json is written last and removed first, so that a folder that has one is complete.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from draftsmith.draft.config import DraftConfig
+from draftsmith.draft.model import Draft
+from draftsmith.errors import CheckpointError, RequestError
+from draftsmith.rundir import atomic_path, sync_folder, write_json
+from draftsmith.target import TargetHead
+
+CONFIG, WEIGHTS, EMBEDDING = "config.json", "model.safetensors", "embed_tokens.weight"
+
+
+def save_draft(folder: Path, draft: Draft) -> None:
+    """Write every tensor but the embedding, in the dtype that it has."""
+    tensors = {name: tensor.contiguous() for name, tensor in draft.state_dict().items() if name != EMBEDDING}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).unlink(missing_ok=True)
+    sync_folder(folder)
+    with atomic_path(folder / WEIGHTS) as aside:
+        save_file(tensors, aside)
+    write_json(folder / CONFIG, draft.config.to_json())
+
+
+def load_draft(folder: Path, head: TargetHead) -> Draft:
+    """Read what `save_draft` wrote, onto the head's device. The embedding is the head's own memory, frozen.
+
+    Raises:
+        CheckpointError: a file is not there or damaged, or a tensor is missing, unknown or does not fit; names it.
+    """
+    config = _read_config(folder)
+    draft = Draft(config)
+    tensors = {**_read_tensors(folder), EMBEDDING: head.embedding.detach()}
+    _check_fit(draft, tensors, folder)
+    draft.load_state_dict(tensors, assign=True)
+    return draft.to(head.embedding.device)
+
+
+def _read_config(folder: Path) -> DraftConfig:
+    file = folder / CONFIG
+    try:
+        return DraftConfig.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            "holds no complete draft: config.json, which is written last, is not there", where=str(folder)
+        ) from error
+    except (OSError, ValueError, TypeError, KeyError, RequestError) as error:
+        raise CheckpointError(f"is not the configuration of a draft: {error}", where=str(file)) from error
+
+
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    file = folder / WEIGHTS
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot be read: {error}", where=str(file)) from error
+
+
+def _check_fit(draft: Draft, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    wanted = draft.state_dict()
+    problems = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
+    problems += [f"{name} is not part of this draft" for name in tensors.keys() - wanted.keys()]
+    for name in wanted.keys() & tensors.keys():
+        there, right = tensors[name], wanted[name]
+        if there.shape != right.shape:
+            problems.append(f"{name} has shape {list(there.shape)}, not {list(right.shape)}")
+        elif there.dtype != right.dtype and not (there.is_floating_point() and right.is_floating_point()):
+            problems.append(f"{name} is {there.dtype}, not {right.dtype}")
+    if problems:
+        raise CheckpointError(
+            "; ".join(sorted(problems)),
+            where=str(folder),
+            hint="the draft's config.json, its weights and the target must belong together",
+        )
