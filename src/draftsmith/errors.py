@@ -52,6 +52,10 @@ class TargetError(DraftsmithError):
     """The target model's folder, configuration or weights are not usable."""
 
 
+class TargetNotFoundError(TargetError, RequestError):
+    """There is no such model, or it may not be read."""
+
+
 class DataError(DraftsmithError):
     """Conversations or a corpus that can't be read or trained on."""
 

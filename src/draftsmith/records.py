@@ -67,14 +67,26 @@ class TargetFacts:
     tokenizer_sha256: str | None
     template_sha256: str | None
     missing: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()  # facts that follow from others or from tensor shapes, and are not written down
+    wrapper: str | None = None  # key of the configuration that holds the text model's, "text_config"
+    partial_rotary_factor: float | None = None
+    rope_local_theta: float | None = None  # of sliding-window layers, where they have their own
+    layer_types: dict[str, int] | None = None  # kind of layer -> how many
+    mla: dict[str, int | None] | None = None  # q_lora_rank, kv_lora_rank, qk_nope_, qk_rope_, v_head_dim
+    draft_head_dim: int | None = None  # for a Llama-style draft of this target; not hidden/heads where that misleads
+    pad_token_id: int | None = None
+    tokenizer_size: int | None = None  # largest token id + 1
+    embedding_rows: int | None = None
+    lm_head_dtype: str | None = None  # as in the weight file's header: "BF16", "F8_E4M3" …
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TargetFacts:
-        tuples = ("eos_token_ids", "aux_layer_ids", "missing")
-        return cls(**{k: tuple(v) if k in tuples and v is not None else v for k, v in data.items()})
+        tuples = ("eos_token_ids", "aux_layer_ids", "missing", "derived")
+        values: dict[str, Any] = {k: tuple(v) if k in tuples and v is not None else v for k, v in data.items()}
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -124,13 +136,17 @@ class Batch:
     aux: torch.Tensor  # [S, A, Ht]
     last: torch.Tensor  # [S, Ht]
 
-    def to(self, device: torch.device | str) -> Batch:
-        moved = {
-            f.name: getattr(self, f.name).to(device, non_blocking=True)
-            for f in dataclasses.fields(self)
-            if f.name != "sample_ids"
-        }
-        return Batch(sample_ids=self.sample_ids, **moved)
+    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
+        """On the device, with the states in the given dtype."""
+        return Batch(
+            sample_ids=self.sample_ids,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            loss_mask=self.loss_mask.to(device, non_blocking=True),
+            document=self.document.to(device, non_blocking=True),
+            position=self.position.to(device, non_blocking=True),
+            aux=self.aux.to(device, dtype, non_blocking=True),
+            last=self.last.to(device, dtype, non_blocking=True),
+        )
 
 
 @dataclass(frozen=True)
