@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,6 +123,27 @@ def atomic_path(path: Path) -> Iterator[Path]:
         sync_folder(path.parent)
     finally:
         aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A folder beside `path` to fill; it takes the name of `path`, and the place of what was there, once the block
+    ends well. Under its own name it is complete or absent."""
+    aside = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        for file in aside.iterdir():
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
+        sync_folder(aside)
+        if path.exists():
+            shutil.rmtree(path)
+        os.rename(aside, path)
+        sync_folder(path.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

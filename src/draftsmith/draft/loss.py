@@ -40,16 +40,21 @@ class StepResult:
     counted: int  # slots that serving would draft for; denominator of both
 
 
-def teacher_of(draft: Draft, head: TargetHead, last: torch.Tensor) -> Teacher:
-    """The target's distribution from its last states [S, Ht], before the final norm."""
-    with torch.no_grad():
-        logits = head.logits(last)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        top1 = logits.argmax(-1)
-        ids = draft.draft_ids
-        if ids is None:
-            return Teacher(logits.softmax(-1), top1, torch.ones_like(top1, dtype=torch.bool))
-        return Teacher(logits[:, ids].softmax(-1), top1, draft.t2d[top1])
+@torch.no_grad()
+def teacher_of(draft: Draft, head: TargetHead, last: torch.Tensor, chunk_tokens: int = 1024) -> Teacher:
+    """The target's distribution from its last states [S, Ht], before the final norm.
+
+    Logits of the whole vocabulary exist for `chunk_tokens` tokens at a time.
+    """
+    ids = draft.draft_ids
+    probs, top1 = [], []
+    for states in last.split(chunk_tokens):
+        logits = head.logits(states)
+        top1.append(logits.argmax(-1))
+        kept = logits if ids is None else logits[:, ids]
+        probs.append(kept.softmax(-1, dtype=torch.promote_types(kept.dtype, torch.float32)))
+    best = torch.cat(top1)
+    return Teacher(torch.cat(probs), best, torch.ones_like(best, dtype=torch.bool) if ids is None else draft.t2d[best])
 
 
 def soft_cross_entropy(logits: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,97 @@
+"""Store → draft checkpoints."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.recipe import Recipe
+from draftsmith.rundir import RunPaths
+
+if TYPE_CHECKING:
+    from draftsmith.draft.model import Draft
+    from draftsmith.records import TargetFacts
+    from draftsmith.target import TargetHead
+
+
+def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
+    """Train a draft on the store and leave it in checkpoints/final."""
+    from draftsmith.draft.files import save_draft
+    from draftsmith.extract.manifest import identity
+    from draftsmith.extract.store import Store
+    from draftsmith.target import load_head, pick_device, pick_dtype, read_facts_of_run
+    from draftsmith.train.loop import Trainer
+
+    facts = read_facts_of_run(paths)
+    device = pick_device(recipe.train.device)
+    store = Store.open(paths.require(paths.store, "extract"), expect=identity(facts))
+    head = load_head(facts, device, pick_dtype("auto", facts, device))
+    draft = _first_draft(recipe, paths, facts, head, store.manifest.aux_layer_ids)
+    save_draft(paths.checkpoints / "initial", draft)
+    trainer = Trainer(
+        settings=recipe.train,
+        seed=recipe.seed,
+        draft=draft,
+        head=head,
+        store=store,
+        train_indexes=[i for i, split in enumerate(store.splits) if split == "train"],
+        validation_indexes=[i for i, split in enumerate(store.splits) if split == "validation"],
+        folder=paths.stage("train"),
+        device=device,
+    )
+    validation = trainer.train()
+    save_draft(paths.checkpoints / "final", draft)
+    return _report(trainer, validation)
+
+
+def _first_draft(
+    recipe: Recipe, paths: RunPaths, facts: TargetFacts, head: TargetHead, aux_layer_ids: tuple[int, ...]
+) -> Draft:
+    """The draft before training: float32 masters, from the target's head or from a draft that was trained before."""
+    from pathlib import Path
+
+    from draftsmith.draft.config import draft_config
+    from draftsmith.draft.files import load_draft
+    from draftsmith.draft.model import Draft
+    from draftsmith.errors import RequestError
+
+    vocab = json.loads(paths.require(paths.draft_vocab, "prepare").read_text(encoding="utf-8"))
+    ids = vocab["token_ids"]
+    config = draft_config(facts, recipe.train.draft, vocab["draft_vocab_size"], aux_layer_ids)
+    if recipe.train.draft.initial is None:
+        draft = Draft(config)
+        draft.initialise(head, ids, recipe.seed)
+        return draft.to(head.embedding.device)
+    draft = load_draft(Path(recipe.train.draft.initial), head).float()
+    there = draft.draft_ids
+    if draft.config != config or (there is not None and there.tolist() != ids):
+        raise RequestError(
+            "has another shape or vocabulary than this run's draft",
+            where=recipe.train.draft.initial,
+            hint="use the run's own draft_vocab.json and train.draft settings for both",
+        )
+    return draft
+
+
+def _report(trainer: Any, validation: dict[str, float]) -> dict[str, Any]:
+    parameters = dict(trainer.draft.named_parameters())
+    trained = {name: p.numel() for name, p in parameters.items() if p.requires_grad}
+    steps = trainer.total_steps
+    report = {
+        "steps": steps,
+        "train_tokens": sum(trainer.lengths),
+        "trained_parameters": sum(trained.values()),
+        "trained": sorted(trained),
+        "frozen": sorted(parameters.keys() - trained.keys()),
+        "validation": validation,
+    }
+    lines = [
+        f"train     {steps:,} steps over {report['train_tokens']:,} tokens, {report['trained_parameters']:,} weights"
+    ]
+    if validation:
+        accuracy = " ".join(f"{validation[f'accuracy_{k}']:.3f}" for k in range(trainer.settings.unroll_steps))
+        lines.append(
+            f"          held out: loss {validation['loss']:.3f}, accuracy by step {accuracy}, "
+            f"expected acceptance length {validation['acceptance_length']:.2f}"
+        )
+    return report | {"summary": lines}

@@ -1,0 +1,181 @@
+"""EAGLE-3 with training-time test: read a batch, ask the teacher, unroll the draft, step.
+
+Everything that a step depends on (its samples, its learning rate) follows from its number, so a run that was killed
+goes on to the same bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith import recipe
+from draftsmith.draft.loss import StepResult, teacher_of, total_loss, unrolled_loss
+from draftsmith.draft.model import Draft
+from draftsmith.errors import CheckFailed, DataError
+from draftsmith.extract.store import Store
+from draftsmith.progress import progress
+from draftsmith.records import Batch
+from draftsmith.signals import check_stop, stop_requested
+from draftsmith.target import TargetHead
+from draftsmith.train.batches import plan_epoch, read_batches
+from draftsmith.train.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint
+from draftsmith.train.metrics import MetricsLog
+from draftsmith.train.optim import learning_rate, make_optimizer
+
+
+@dataclass
+class Trainer:
+    """What training works on. `train_indexes` and `validation_indexes` point into the store."""
+
+    settings: recipe.Train
+    seed: int
+    draft: Draft
+    head: TargetHead
+    store: Store
+    train_indexes: list[int]
+    validation_indexes: list[int]
+    folder: Path  # of the stage
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.optimizer = make_optimizer(self.draft, self.settings)
+        self.lengths = [self.store.lengths[index] for index in self.train_indexes]
+        self.bf16 = self.settings.autocast == "bfloat16" or (
+            self.settings.autocast == "auto" and self.device.type == "cuda"
+        )
+        if not self.train_indexes:
+            raise DataError("no sample to train on", where="train", hint="lower prepare.validation_fraction")
+
+    @property
+    def total_steps(self) -> int:
+        if self.settings.max_steps is not None:
+            return self.settings.max_steps
+        first = len(self._plan(0))  # later epochs shuffle into a batch more or less
+        return max(1, math.ceil(first * self.settings.epochs))
+
+    def train(self) -> dict[str, Any]:
+        """Train to the end, from the newest checkpoint if there is one. Returns the last validation's figures."""
+        checkpoints = self.folder / "checkpoints"
+        done = checkpoints_in(checkpoints)
+        first = load_checkpoint(done[-1], self.draft, self.head, self.optimizer) if done else 0
+        log = MetricsLog(self.folder, first, tensorboard=self.settings.tensorboard)
+        saved = first
+        with log, progress("train", self.total_steps, "steps", done=first) as bar:
+            for step, batch in zip(range(first, self.total_steps), self._batches(first), strict=False):
+                figures = self.train_step(batch, step)
+                done_steps = step + 1
+                bar.advance(1, f"loss {figures['loss']:.3f}  expected acceptance {figures['acceptance_length']:.2f}")
+                if done_steps % self.settings.log_every_steps == 0 or done_steps == self.total_steps:
+                    log.add("train", done_steps, figures | {"steps_per_second": bar.rate})
+                if done_steps % self.settings.validate_every_steps == 0 and done_steps < self.total_steps:
+                    log.add("validation", done_steps, self.validate())
+                if done_steps % self.settings.checkpoint_every_steps == 0 or stop_requested():
+                    self._save(checkpoints, done_steps)
+                    saved = done_steps
+                    check_stop("train")
+            if saved < self.total_steps:
+                self._save(checkpoints, self.total_steps)
+            figures = self.validate()
+            log.add("validation", self.total_steps, figures)
+        return figures
+
+    def train_step(self, batch: Batch, step: int) -> dict[str, float]:
+        """One optimizer step. A batch without a slot that counts changes nothing.
+
+        Raises:
+            CheckFailed: the loss or a gradient is not finite; names the samples.
+        """
+        rate = learning_rate(step, self.total_steps, self.settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        results = self._unroll(batch)
+        loss = total_loss(results, [result.loss_count for result in results], self.settings.step_decay)
+        figures = summarise(results) | {"loss": loss.item(), "learning_rate": rate, "tokens": len(batch.input_ids)}
+        self.optimizer.zero_grad(set_to_none=True)
+        if any(result.loss_count for result in results):
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.settings.max_grad_norm).item()
+            if not math.isfinite(norm) or not math.isfinite(figures["loss"]):
+                raise CheckFailed(
+                    f"loss {figures['loss']} and gradient norm {norm} at step {step + 1}, on samples "
+                    + ", ".join(batch.sample_ids),
+                    where="train",
+                    hint="look at these samples with `draftsmith prepare --show`; a lower learning rate may be needed",
+                )
+            self.optimizer.step()
+            figures["gradient_norm"] = norm
+        return figures
+
+    def validate(self) -> dict[str, float]:
+        """Loss and acceptance on the held-out samples, as they are known to training: teacher-forced."""
+        if not self.validation_indexes:
+            return {}
+        sums: list[list[StepResult]] = []
+        lengths = [self.store.lengths[index] for index in self.validation_indexes]
+        plan = plan_epoch(lengths, self.settings.batch_tokens, self.seed, 0)
+        self.draft.eval()
+        with torch.no_grad():
+            for batch in read_batches(self.store, [[self.validation_indexes[i] for i in rows] for rows in plan]):
+                sums.append(self._unroll(batch))
+        self.draft.train()
+        results = [_add(step) for step in zip(*sums, strict=True)]
+        loss = total_loss(results, [result.loss_count for result in results], self.settings.step_decay)
+        return summarise(results) | {"loss": loss.item()}
+
+    def _unroll(self, batch: Batch) -> list[StepResult]:
+        dtype = torch.bfloat16 if self.bf16 else self.draft.fc.weight.dtype
+        batch = batch.to(self.device, dtype)
+        with self._autocast():
+            teacher = teacher_of(self.draft, self.head, batch.last.to(self.head.lm_head.dtype))
+            return unrolled_loss(
+                self.draft, batch, teacher, self.settings.unroll_steps, self.settings.mask_out_of_vocab
+            )
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+
+    def _plan(self, epoch: int) -> list[list[int]]:
+        plan = plan_epoch(self.lengths, self.settings.batch_tokens, self.seed, epoch)
+        return [[self.train_indexes[i] for i in rows] for rows in plan]
+
+    def _batches(self, first: int) -> Iterator[Batch]:
+        """Batches from step `first` on, epoch after epoch."""
+        skipped = 0
+        for epoch in itertools.count():
+            plan = self._plan(epoch)
+            if skipped + len(plan) > first:
+                yield from read_batches(self.store, plan[max(0, first - skipped) :])
+            skipped += len(plan)
+
+    def _save(self, folder: Path, step: int) -> None:
+        save_checkpoint(folder, step, self.draft, self.optimizer, self.settings.keep_checkpoints)
+
+
+def summarise(results: list[StepResult]) -> dict[str, float]:
+    """Accuracy and joint acceptance of each step, and the acceptance length that they promise (1 + Σ of the joint)."""
+    figures, length = {}, 1.0
+    for k, result in enumerate(results):
+        joint = float(result.accepted) / max(1, result.counted)
+        figures[f"accuracy_{k}"] = float(result.correct) / max(1, result.counted)
+        figures[f"accepted_{k}"] = joint
+        length += joint
+    return figures | {"acceptance_length": length}
+
+
+def _add(steps: tuple[StepResult, ...]) -> StepResult:
+    """The same unroll step of several batches together."""
+    return StepResult(
+        loss_sum=torch.stack([step.loss_sum for step in steps]).sum(),
+        loss_count=sum(step.loss_count for step in steps),
+        correct=torch.stack([step.correct for step in steps]).sum(),
+        accepted=torch.stack([step.accepted for step in steps]).sum(),
+        counted=sum(step.counted for step in steps),
+    )

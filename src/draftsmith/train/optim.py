@@ -1,0 +1,31 @@
+"""Optimizer and learning rate. The rate is a function of the step, so that a resumed run cannot disagree."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from draftsmith import recipe
+
+
+def learning_rate(step: int, total_steps: int, settings: recipe.Train) -> float:
+    """Rate of optimizer step `step`, from 0: linear warm-up to the peak, then a cosine down to its last share."""
+    warmup_steps = math.ceil(settings.warmup_fraction * total_steps)
+    if step < warmup_steps:
+        return settings.learning_rate * (step + 1) / warmup_steps
+    done = (step - warmup_steps) / max(1, total_steps - 1 - warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    least = settings.min_learning_rate_ratio
+    return settings.learning_rate * (least + (1 - least) * cosine)
+
+
+def make_optimizer(draft: nn.Module, settings: recipe.Train) -> torch.optim.AdamW:
+    """AdamW over what is trained, in the order of the parameter names; weights of one dimension do not decay."""
+    named = sorted((name, p) for name, p in draft.named_parameters() if p.requires_grad)
+    groups = [
+        {"params": [p for _, p in named if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for _, p in named if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
