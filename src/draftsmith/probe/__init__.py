@@ -16,8 +16,8 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
         TargetError: the target cannot be read.
         RequestError: `extract.aux_layer_ids` are no ids of this model.
     """
+    from draftsmith.layers import default_aux_layer_ids, validate_layer_ids
     from draftsmith.probe.facts import read_facts
-    from draftsmith.probe.layers import default_aux_layer_ids, validate_layer_ids
 
     facts = read_facts(recipe.target.model, revision=recipe.target.revision)
     layers = facts.num_hidden_layers or 0

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from draftsmith.errors import TargetError, TargetNotFoundError
+from draftsmith.layers import default_aux_layer_ids
 from draftsmith.probe.hub import read_evidence
-from draftsmith.probe.layers import default_aux_layer_ids
 from draftsmith.probe.rope import read_rope
 from draftsmith.probe.tensors import Keys, find_keys
 from draftsmith.records import TargetFacts
