@@ -7,6 +7,7 @@ their identity, and runs no code of the model's.
 
 from __future__ import annotations
 
+import gc
 import glob
 import hashlib
 import json
@@ -33,7 +34,7 @@ TOKENIZER_FILES = (
 # Parts of a model that are not its text decoder, by words in the names of their tensors.
 NOT_TEXT = ("vision", "visual", "image", "audio", "speech", "talker", "code2wav", "mtp", "nextn", "projector")
 _LAYER = re.compile(r"^((?:.*?\.)?(?:layers|blocks|block|h))\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class _Unusable(Exception):
@@ -65,7 +66,13 @@ def gather(path: str) -> dict[str, Any]:
     evidence.update(_tokenizer(root, problems))
     evidence["python_files"] = _names(root, "*.py")
     evidence["disk_free_bytes"] = shutil.disk_usage(root).free
-    evidence.update(_weights(root, problems))
+    collecting = gc.isenabled()
+    gc.disable()  # a trillion parameters have 200,000 tensors, whose entries the collector would walk again and again
+    try:
+        evidence.update(_weights(root, problems))
+    finally:
+        if collecting:
+            gc.enable()
     return evidence
 
 
@@ -210,7 +217,7 @@ def _weights(root: str, problems: list[dict[str, str]]) -> dict[str, Any]:
         except _Unusable as error:
             problems.append(_problem(error.kind, name, str(error)))
             shard["problem"] = error.kind
-        shards.append({**shard, **count(headers[name])})
+        shards.append({**shard, "tensors": len(headers[name])})
     whole = bool(shards) and not any("problem" in shard for shard in shards)
     lost = [name for name, file in placed.items() if name not in headers[file]] if whole else []
     if lost:
@@ -268,14 +275,6 @@ def _read_shard(file: str, shard: dict[str, Any], identity: Any) -> dict[str, An
         raise _Unusable("bad_header", f"has a header that safetensors does not allow: {error}") from error
 
 
-def count(header: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of one file, all and by dtype."""
-    dtypes: dict[str, int] = {}
-    for entry in header.values():
-        dtypes[entry["dtype"]] = dtypes.get(entry["dtype"], 0) + 1
-    return {"tensors": len(header), "dtypes": dtypes}
-
-
 def summarize(headers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What a report needs of the tensors of all files, in bounded size.
 
@@ -286,15 +285,20 @@ def summarize(headers: dict[str, dict[str, Any]]) -> dict[str, Any]:
         tensors: name -> {dtype, shape, file} for all outside numbered layers, and for the first layer with experts
             and the first without, of experts number 0 only.
         dtype_bytes: dtype -> bytes.
+        expert_bytes: bytes of routed experts.
         layers: name of a stack of layers -> layers that it has in the files.
     """
     kept = []  # (tensor, file)
-    dtype_bytes: dict[str, int] = {}
+    bytes_of: dict[tuple[str, bool], int] = {}  # (dtype, of an expert)
     stacks: dict[str, dict[str, list[tuple[str, str]]]] = {}  # stack -> layer -> (tensor, file)
     for file, header in headers.items():
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
-            dtype_bytes[entry["dtype"]] = dtype_bytes.get(entry["dtype"], 0) + end - begin
+            expert = ".experts." in name
+            kind = entry["dtype"], expert
+            bytes_of[kind] = bytes_of.get(kind, 0) + end - begin
+            if expert and ".experts.0." not in name and _EXPERT.search(name):
+                continue
             layer = _LAYER.match(name)
             if layer is None:
                 kept.append((name, file))
@@ -302,26 +306,24 @@ def summarize(headers: dict[str, dict[str, Any]]) -> dict[str, Any]:
                 stacks.setdefault(layer.group(1), {}).setdefault(layer.group(2), []).append((name, file))
     for stack, layers in stacks.items():
         if not any(word in stack for word in NOT_TEXT):
-            kept += [tensor for layer in _examples(layers) for tensor in layer]
-    tensors = {
-        name: {"dtype": headers[file][name]["dtype"], "shape": headers[file][name]["shape"], "file": file}
-        for name, file in sorted(kept)
-    }
+            kept += _examples(layers)
+    dtype_bytes: dict[str, int] = {}
+    for (dtype, _), size in bytes_of.items():
+        dtype_bytes[dtype] = dtype_bytes.get(dtype, 0) + size
     return {
-        "tensors": tensors,
+        "tensors": {
+            name: {"dtype": headers[file][name]["dtype"], "shape": headers[file][name]["shape"], "file": file}
+            for name, file in sorted(kept)
+        },
         "dtype_bytes": dtype_bytes,
+        "expert_bytes": sum(size for (_, expert), size in bytes_of.items() if expert),
         "layers": {stack: len(layers) for stack, layers in stacks.items()},
     }
 
 
-def _examples(layers: dict[str, list[tuple[str, str]]]) -> list[list[tuple[str, str]]]:
-    """The first layer without experts and the first with them, which keeps the first expert only."""
+def _examples(layers: dict[str, list[tuple[str, str]]]) -> list[tuple[str, str]]:
+    """The tensors of the first layer with experts and of the first without."""
     found: dict[bool, list[tuple[str, str]]] = {}
     for number in sorted(layers, key=int):
-        tensors = layers[number]
-        found.setdefault(any(_EXPERT.search(name) for name, _ in tensors), tensors)
-    numbers = {name: _EXPERT.search(name) for tensors in found.values() for name, _ in tensors}
-    return [
-        [(name, file) for name, file in tensors if numbers[name] is None or numbers[name].group(1) == "0"]  # type: ignore[union-attr]
-        for tensors in found.values()
-    ]
+        found.setdefault(any(".experts." in name for name, _ in layers[number]), layers[number])
+    return [tensor for tensors in found.values() for tensor in tensors]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.errors import TargetError, TargetNotFoundError
-from draftsmith.probe.gather import count, gather, summarize
+from draftsmith.probe.gather import gather, summarize
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -112,7 +112,7 @@ def _with_remote_headers(evidence: dict[str, Any], api: HfApi, model: str) -> di
     return {
         **evidence,
         "problems": [problem for problem in evidence["problems"] if problem["kind"] not in weight_problems],
-        "shards": [{"name": name, "bytes": sizes.get(name, 0), **count(header)} for name, header in headers.items()],
+        "shards": [{"name": name, "bytes": sizes.get(name, 0), "tensors": len(header)} for name, header in headers.items()],
         "weights_at": "hub",
         **summarize(headers),
     }
