@@ -75,12 +75,12 @@ class Trainer:
                 bar.advance(1, f"loss {figures['loss']:.3f}  expected acceptance {figures['acceptance_length']:.2f}")
                 if done_steps % self.settings.log_every_steps == 0 or done_steps == self.total_steps:
                     log.add("train", done_steps, figures | {"steps_per_second": bar.rate})
-                if done_steps % self.settings.validate_every_steps == 0 and done_steps < self.total_steps:
-                    log.add("validation", done_steps, self.validate())
                 if done_steps % self.settings.checkpoint_every_steps == 0 or stop_requested():
                     self._save(checkpoints, done_steps)
                     saved = done_steps
                     check_stop("train")
+                if done_steps % self.settings.validate_every_steps == 0 and done_steps < self.total_steps:
+                    log.add("validation", done_steps, self.validate())
             if saved < self.total_steps:
                 self._save(checkpoints, self.total_steps)
             figures = self.validate()

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from draftsmith import recipe
+from draftsmith.errors import RecipeError
+
+MINIMAL = "name: x\ntarget:\n  model: m\n"
+ROOT = Path(__file__).parents[1]
+
+
+def write(tmp_path, text):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_overrides_reach_nested_settings_lists_and_sections_that_the_file_leaves_out(tmp_path):
+    file = write(tmp_path, MINIMAL + "prepare:\n  sources:\n    - path: a.json\n")
+    loaded = recipe.load(
+        file, ["train.draft.fc_norm=true", "train.draft.norm_before_fc=false", "prepare.sources.0.limit=5"]
+    )
+    assert loaded.train.draft.fc_norm is True
+    assert loaded.prepare.sources[0].limit == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (MINIMAL + "trian: {}\n", "`trian` does not exist; did you mean `train`?"),
+        (MINIMAL + "train:\n  learning_rat: 1\n", "did you mean `learning_rate`?"),
+        (
+            MINIMAL + "prepare:\n  sources:\n    - pth: x\n",
+            "`prepare.sources.0.pth` does not exist; did you mean `path`?",
+        ),
+        (MINIMAL + "extract:\n  epochs: 3\n", "did you mean `train.epochs`?"),
+        (MINIMAL + "train:\n  epochs: many\n", "`train.epochs`"),
+        (MINIMAL + "train:\n  epochs: -1\n", "`train.epochs`"),
+        ("name: x\n", "`target`"),
+        ("name: a/b\ntarget:\n  model: m\n", "`name`"),
+        ("- a\n- b\n", "must be a mapping"),
+        ("", "must be a mapping"),
+        ("name: [x\n", "not valid YAML"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_is_refused_with_the_nearest_right_name(tmp_path, text, says):
+    with pytest.raises(RecipeError) as caught:
+        recipe.load(write(tmp_path, text))
+    assert says in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("override", ["train.epochs", "=3", "train.epochs.deep=3", "prepare.sources.7.limit=1"])
+def test_an_override_that_does_not_fit_is_refused(tmp_path, override):
+    file = write(tmp_path, MINIMAL + "train:\n  epochs: 2\nprepare:\n  sources: []\n")
+    with pytest.raises(RecipeError):
+        recipe.load(file, [override])
+
+
+def test_a_recipe_that_is_not_there_or_not_text_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="no such recipe"):
+        recipe.load(tmp_path / "absent.yaml")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        recipe.load(tmp_path)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        recipe.load(binary)
+
+
+def test_a_recipe_is_frozen(tmp_path):
+    loaded = recipe.load(write(tmp_path, MINIMAL))
+    with pytest.raises(ValueError, match="frozen"):
+        loaded.train.epochs = 3
+
+
+def test_what_cannot_change_a_result_is_not_part_of_its_identity(tmp_path):
+    file = write(tmp_path, MINIMAL)
+    plain = recipe.load(file)
+    free = recipe.load(file, ["train.device=cuda", "extract.batch_tokens=1", "prepare.regenerate.batch_size=2"])
+    other = recipe.load(file, ["train.learning_rate=1"])
+    for section in ("train", "extract", "prepare"):
+        assert getattr(plain, section).identity() == getattr(free, section).identity()
+    assert plain.train.identity() != other.train.identity()
+
+
+def test_every_setting_is_described():
+    undescribed = [name for name, info in recipe.every_setting().items() if not info.description]
+    known = {"name", "run_dir", "seed"}
+    assert [name for name in undescribed if name in known or name.count(".") == 0] == ["name", "seed"]
+    assert "train.learning_rate" in recipe.describe()
+
+
+@pytest.mark.parametrize(
+    "file", sorted([*ROOT.glob("recipes/*.yaml"), *ROOT.glob("src/draftsmith/*.yaml")]), ids=lambda f: f.name
+)
+def test_every_recipe_that_we_ship_loads(file):
+    recipe.load(file)

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+
+from draftsmith import signals
+from draftsmith.draft.loss import teacher_of
+from draftsmith.errors import CheckFailed, CheckpointError, DataError, Interrupted
+from draftsmith.train.batches import flat_batch
+from draftsmith.train.checkpoint import checkpoints_in, load_checkpoint
+from draftsmith.train.metrics import read_metrics
+from tests.train.builders import build_store, features_of, make_trainer
+
+LENGTHS = [12, 30, 7, 21, 16, 3, 40, 9, 25, 18, 1, 33]
+
+
+@pytest.fixture(scope="module")
+def samples(tiny_target):
+    return features_of(tiny_target, LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def store(tiny_target, samples, tmp_path_factory):
+    return build_store(tmp_path_factory.mktemp("store") / "store", tiny_target, samples)
+
+
+def weights(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.draft.state_dict().items()}
+
+
+def assert_same_bits(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def test_a_run_cut_in_the_middle_goes_on_to_the_same_bits(tmp_path, tiny_target, store):
+    whole = make_trainer(tmp_path / "whole", tiny_target, store, checkpoint_every_steps=3)
+    whole.train()
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-00000006")
+    cut = make_trainer(tmp_path / "cut", tiny_target, store, checkpoint_every_steps=3)
+    cut.train()
+    assert_same_bits(weights(whole), weights(cut))
+    unbroken, resumed = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "cut")
+    for name in ("step", "split", "loss", "learning_rate", "acceptance_length"):
+        assert [line.get(name) for line in unbroken] == [line.get(name) for line in resumed], name
+
+
+def test_a_stop_request_leaves_a_checkpoint_that_training_resumes_from(tmp_path, tiny_target, store, monkeypatch):
+    trainer = make_trainer(tmp_path, tiny_target, store)
+    step = trainer.train_step
+
+    def stop_in_step_two(batch, number):
+        monkeypatch.setattr(signals, "_requested", number == 1)
+        return step(batch, number)
+
+    monkeypatch.setattr(trainer, "train_step", stop_in_step_two)
+    with pytest.raises(Interrupted, match="nothing is lost"):
+        trainer.train()
+    monkeypatch.setattr(signals, "_requested", False)
+    assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["step-00000002"]
+    resumed, whole = (make_trainer(folder, tiny_target, store) for folder in (tmp_path, tmp_path / "whole"))
+    resumed.train()
+    whole.train()
+    assert_same_bits(weights(resumed), weights(whole))
+
+
+def test_training_lowers_the_loss_and_raises_what_would_be_accepted(tmp_path, tiny_target, store):
+    trainer = make_trainer(tmp_path, tiny_target, store, max_steps=150, learning_rate=1e-2)
+    trainer.train()
+    trained = [line for line in read_metrics(tmp_path) if line["split"] == "train"]
+    assert trained[-1]["loss"] < trained[0]["loss"]
+    assert trained[-1]["acceptance_length"] > trained[0]["acceptance_length"] + 0.5
+
+
+def test_the_targets_tensors_and_the_drafts_embedding_do_not_move(tmp_path, tiny_target, store):
+    trainer = make_trainer(tmp_path, tiny_target, store, learning_rate=0.1)
+    head = {name: tensor.clone() for name, tensor in trainer.head.state_dict().items()}
+    embedding = trainer.draft.embed_tokens.weight.clone()
+    trainer.train()
+    assert_same_bits(head, dict(trainer.head.state_dict()))
+    assert torch.equal(embedding, trainer.draft.embed_tokens.weight)
+    assert not torch.equal(trainer.draft.lm_head.weight, trainer.head.lm_head[trainer.draft.draft_ids])
+
+
+def test_a_batch_that_nobody_answered_in_changes_nothing(tmp_path, tiny_target, store, samples):
+    trainer = make_trainer(tmp_path, tiny_target, store)
+    silent = [dataclasses.replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) for sample in samples[:3]]
+    before = weights(trainer)
+    figures = trainer.train_step(flat_batch(silent), 0)
+    assert figures["loss"] == 0
+    assert_same_bits(before, weights(trainer))
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_samples(tmp_path, tiny_target, store, samples):
+    trainer = make_trainer(tmp_path, tiny_target, store)
+    broken = dataclasses.replace(samples[3], aux=torch.full_like(samples[3].aux, torch.nan))
+    before = weights(trainer)
+    with pytest.raises(CheckFailed, match="s1, s3"):
+        trainer.train_step(flat_batch([samples[1], broken]), 0)
+    assert_same_bits(before, weights(trainer))
+
+
+def test_the_gradient_is_that_of_the_mean_over_slots_whatever_shares_the_batch(tmp_path, tiny_target, store, samples):
+    """Two documents in one batch weigh by their counted slots, as if their losses were summed and divided once."""
+    trainer = make_trainer(tmp_path, tiny_target, store)
+    both = trainer._unroll(flat_batch([samples[1], samples[3]]))
+    apart = [trainer._unroll(flat_batch([sample])) for sample in (samples[1], samples[3])]
+    for k, step in enumerate(both):
+        assert step.counted == sum(part[k].counted for part in apart)
+        assert step.loss_count == sum(part[k].loss_count for part in apart)
+        torch.testing.assert_close(step.loss_sum, sum(part[k].loss_sum for part in apart))
+
+
+def test_the_teacher_in_chunks_is_the_teacher_at_once(tmp_path, tiny_target, store, samples):
+    trainer = make_trainer(tmp_path, tiny_target, store)
+    last = samples[6].last
+    whole, chunked = (teacher_of(trainer.draft, trainer.head, last, size) for size in (1000, 7))
+    torch.testing.assert_close(whole.probs, chunked.probs)
+    assert torch.equal(whole.top1, chunked.top1)
+
+
+def test_a_token_that_the_draft_cannot_say_is_never_accepted_and_not_trained_on(tmp_path, tiny_target, store, samples):
+    trainer = make_trainer(tmp_path, tiny_target, store)
+    (masked, *_), (unmasked, *_) = (
+        make_trainer(tmp_path, tiny_target, store, mask_out_of_vocab=mask)._unroll(flat_batch(samples))
+        for mask in (True, False)
+    )
+    sayable = teacher_of(trainer.draft, trainer.head, flat_batch(samples).last).top1 % 2 == 0
+    assert masked.counted == unmasked.counted == unmasked.loss_count
+    assert 0 < masked.loss_count < unmasked.loss_count
+    assert int(masked.correct) <= int(sayable.sum())
+
+
+def test_no_sample_to_train_on_is_refused(tmp_path, tiny_target, store):
+    with pytest.raises(DataError, match="no sample to train on"):
+        dataclasses.replace(make_trainer(tmp_path, tiny_target, store), train_indexes=[])
+
+
+@pytest.mark.parametrize("file", ["optimizer.safetensors", "state.json", "model.safetensors"])
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, tiny_target, store, file):
+    trainer = make_trainer(tmp_path, tiny_target, store, max_steps=1)
+    trainer.train()
+    (checkpoint,) = checkpoints_in(tmp_path / "checkpoints")
+    content = (checkpoint / file).read_bytes()
+    (checkpoint / file).write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match="step-00000001"):
+        load_checkpoint(checkpoint, trainer.draft, trainer.head, trainer.optimizer)
+
+
+def test_only_so_many_checkpoints_are_kept(tmp_path, tiny_target, store):
+    make_trainer(tmp_path, tiny_target, store, checkpoint_every_steps=1, keep_checkpoints=2).train()
+    assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["step-00000005", "step-00000006"]
