@@ -1,0 +1,419 @@
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from draftsmith.errors import StoreError
+from draftsmith.extract.ledger import read_ledger, write_ledger
+from draftsmith.extract.manifest import identity
+from draftsmith.extract.store import Store, StoreWriter, _digest, predict_bytes
+from draftsmith.probe.facts import read_facts
+from tests.extract.random_store import (
+    AUX_LAYERS,
+    HIDDEN_SIZE,
+    assert_same,
+    features,
+    manifest,
+    some_features,
+    write_store,
+)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != ".lock"}
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    samples = some_features()
+    store = Store.open(write_store(tmp_path / "store", samples))
+    assert len(store) == len(samples)
+    assert store.sample_ids == [sample.id for sample in samples]
+    assert store.lengths == [len(sample.input_ids) for sample in samples]
+    for ours, theirs in zip(store, samples, strict=True):
+        assert_same(ours, theirs)
+
+
+def test_a_store_opened_again_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    samples = some_features()
+    write_store(tmp_path / "whole", samples)
+    write_store(tmp_path / "store", samples[:4])
+    write_store(tmp_path / "store", samples[4:])
+    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
+
+
+def test_lengths_and_ids_are_known_without_the_shards(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", some_features())
+    for shard in folder.glob("shard-*"):
+        shard.unlink()
+    assert Store.open(folder).lengths == [len(sample.input_ids) for sample in some_features()]
+
+
+def test_the_order_does_not_depend_on_the_directorys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = some_features()
+    folder = write_store(tmp_path / "store", samples)
+    names = Store.open(folder).sample_ids
+    listdir, scandir = os.listdir, os.scandir
+    monkeypatch.setattr(os, "listdir", lambda path=".": list(reversed(listdir(path))))
+    monkeypatch.setattr(os, "scandir", lambda path=".": iter(reversed(list(scandir(path)))))
+    assert Store.open(folder).sample_ids == names == [sample.id for sample in samples]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 4000))
+def test_sequences_come_back_whatever_the_shard_size(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], shard_bytes: int
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    samples = [features(number, tokens) for number, tokens in enumerate(lengths)]
+    with StoreWriter.open(folder, manifest(), shard_bytes) as writer:
+        for sample in samples:
+            writer.add([sample])
+    store = Store.open(folder)
+    assert store.lengths == lengths
+    for index in reversed(range(len(samples))):
+        assert_same(store[index], samples[index])
+
+
+def test_predicted_bytes_are_within_one_percent_of_the_disks(tmp_path: Path) -> None:
+    samples = [features(number, tokens=400) for number in range(50)]
+    for codec in ("bf16", "fp32"):
+        with StoreWriter.open(tmp_path / codec, manifest(codec=codec), shard_bytes=1 << 20) as writer:
+            writer.add(samples)
+        predicted = predict_bytes([400] * 50, aux_layers=AUX_LAYERS, hidden_size=HIDDEN_SIZE, codec=codec)
+        on_disk = sum(path.stat().st_size for path in (tmp_path / codec).glob("shard-*"))
+        assert predicted == pytest.approx(on_disk, rel=0.01)
+
+
+# ---- damage -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [0, 100, -10])
+def test_a_shard_cut_short_is_refused_by_readers_and_extracted_again(tmp_path: Path, keep: int) -> None:
+    samples = some_features()
+    folder = write_store(tmp_path / "store", samples)
+    shard = folder / "shard-00001.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:keep])
+    with pytest.raises(StoreError, match=r"shard-00001.*bytes"):
+        Store.open(folder)[2]
+    with StoreWriter.open(folder, manifest(), 1) as writer:
+        assert writer.lost == ["shard-00001.safetensors"]
+        assert set(writer.committed) == {sample.id for sample in samples} - {"sample-2", "sample-3"}
+        writer.add(samples[2:4])
+    store = Store.open(folder)
+    assert sorted(store.sample_ids) == sorted(sample.id for sample in samples)
+    for found in store:
+        assert_same(found, samples[int(found.id.removeprefix("sample-"))])
+
+
+def test_a_shard_that_is_gone_is_refused_by_readers_and_extracted_again(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", some_features())
+    (folder / "shard-00000.safetensors").unlink()
+    with pytest.raises(StoreError, match="shard-00000"):
+        Store.open(folder)[0]
+    with StoreWriter.open(folder, manifest(), 1) as writer:
+        assert writer.lost == ["shard-00000.safetensors"]
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", some_features())
+    files = [path for path in sorted(folder.iterdir()) if path.name != ".lock"]
+    chance = random.Random(0)
+    for number in range(150):
+        file = files[number % len(files)]
+        whole = file.read_bytes()
+        place = chance.randrange(len(whole) * 8)
+        damaged = bytearray(whole)
+        damaged[place // 8] ^= 1 << place % 8
+        file.write_bytes(damaged)
+        with pytest.raises(StoreError, match=file.name):
+            list(Store.open(folder))
+        file.write_bytes(whole)
+    list(Store.open(folder))
+
+
+def test_every_flipped_bit_of_the_ledgers_last_line_is_noticed(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", some_features(2))
+    ledger = folder / "ledger.jsonl"
+    whole = ledger.read_bytes()
+    for place in range(len(whole) * 8):
+        damaged = bytearray(whole)
+        damaged[place // 8] ^= 1 << place % 8
+        ledger.write_bytes(damaged)
+        with pytest.raises(StoreError, match="line 1 is damaged"):
+            read_ledger(folder)
+
+
+def test_a_torn_ledger_line_does_not_exist_and_is_cut_off(tmp_path: Path) -> None:
+    samples = some_features(4)
+    folder = write_store(tmp_path / "store", samples)
+    ledger = folder / "ledger.jsonl"
+    whole = ledger.read_bytes()
+    first_line = whole.index(b"\n") + 1
+    for cut in (first_line + 1, len(whole) - 20, len(whole) - 1):
+        ledger.write_bytes(whole[:cut])
+        assert Store.open(folder).sample_ids == ["sample-0", "sample-1"]
+    with StoreWriter.open(folder, manifest(), 1) as writer:
+        assert ledger.read_bytes() == whole[:first_line]
+        assert not (folder / "shard-00001.safetensors").exists()
+        writer.add(samples[2:])
+    assert ledger.read_bytes() == whole
+
+
+def test_leftovers_of_a_crash_are_swept_up_and_other_files_are_not(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", some_features(2))
+    before = contents(folder)
+    for name in (".shard-00001.safetensors.99.partial", "shard-00001.safetensors", ".manifest.json.99.partial"):
+        (folder / name).write_bytes(b"half")
+    (folder / "notes.txt").write_text("mine")
+    assert len(Store.open(folder)) == 2
+    with StoreWriter.open(folder, manifest(), 1):
+        pass
+    assert contents(folder) == before | {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize("name", ["ledger.jsonl", "manifest.json"])
+def test_shards_without_ledger_or_manifest_are_neither_read_nor_deleted(tmp_path: Path, name: str) -> None:
+    folder = write_store(tmp_path / "store", some_features())
+    (folder / name).unlink()
+    with pytest.raises(StoreError, match=name):
+        Store.open(folder)
+    with pytest.raises(StoreError), StoreWriter.open(folder, manifest(), 1):
+        pass
+    assert len(list(folder.glob("shard-*"))) == 4
+
+
+def test_a_shard_of_another_axis_order_is_refused_though_its_checksum_fits(tmp_path: Path) -> None:
+    # Three tokens and three layers: only the names of the axes tell them apart from a shard written right.
+    folder = write_store(tmp_path / "store", [features(0, tokens=5)])
+    assert swap_tensor(folder, "aux", lambda tensors: tensors["aux"].transpose(0, 1)) == [AUX_LAYERS, 5, HIDDEN_SIZE]
+    with pytest.raises(StoreError, match=r"`aux` of shape \[3, 5, 8\], where \[5, 3, 8\] is due"):
+        Store.open(folder)[0]
+
+
+def test_a_shard_of_other_lengths_than_the_ledgers_is_refused(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", [features(0, tokens=5), features(1, tokens=7)])
+    swap_tensor(folder, "offsets", lambda tensors: tensors["offsets"].new_tensor([0, 6, 12]))
+    with pytest.raises(StoreError, match="other lengths than the ledger"):
+        Store.open(folder)[0]
+
+
+def swap_tensor(folder: Path, name: str, change: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> list[int]:
+    """Replace a tensor of the only shard, and enter the new checksum in the ledger as its writer would."""
+    (entry,), _ = read_ledger(folder)
+    path = folder / entry.shard
+    tensors = {key: value.clone() for key, value in load_file(path).items()}
+    tensors[name] = change(tensors).contiguous()
+    save_file(tensors, path)
+    write_ledger(folder, [replace(entry, bytes=path.stat().st_size, blake2b=_digest(path))])
+    return list(tensors[name].shape)
+
+
+# ---- identity ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("aux_layer_ids", (1, 4, 5)),
+        ("revision", "v2"),
+        ("weights_sha256", "w1"),
+        ("tokenizer_sha256", "t1"),
+        ("template_sha256", None),
+        ("quantization", {"quant_method": "fp8"}),
+        ("dtype", "bfloat16"),
+        ("codec", "bf16"),
+        ("engine_version", "6"),
+    ],
+)
+def test_a_store_of_something_else_is_refused_naming_the_field(tmp_path: Path, field: str, other: object) -> None:
+    folder = write_store(tmp_path / "store", some_features(2))
+    before = contents(folder)
+    with pytest.raises(StoreError, match=f"{field} is .* is needed"):
+        Store.open(folder, expect={field: other})
+    with (
+        pytest.raises(StoreError, match=f"{field} is .* is needed"),
+        StoreWriter.open(folder, manifest(**{field: other}), 1),
+    ):
+        pass
+    assert contents(folder) == before
+
+
+def test_notes_may_differ_between_the_runs_that_fill_a_store(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", some_features(2))
+    with StoreWriter.open(folder, manifest(draftsmith_version="1", model="elsewhere"), 1) as writer:
+        writer.record_parity({"head_error": 1e-7})
+    assert Store.open(folder).manifest.parity == {"head_error": 1e-7}
+
+
+def test_a_consumer_can_expect_the_target_that_the_probe_read(tmp_path: Path, tiny_target: Path) -> None:
+    facts = read_facts(str(tiny_target))
+    folder = write_store(tmp_path / "store", [], **identity(facts))
+    Store.open(folder, expect=identity(facts))
+    with pytest.raises(StoreError, match="tokenizer_sha256"):
+        Store.open(folder, expect=identity(facts) | {"tokenizer_sha256": "another"})
+
+
+def test_a_manifest_of_a_later_format_is_refused_by_its_number(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", [], format=2)
+    with pytest.raises(StoreError, match="format 2"):
+        Store.open(folder)
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------
+
+
+def test_a_second_writer_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    samples = some_features(4)
+    with StoreWriter.open(tmp_path / "store", manifest(), 1) as writer:
+        writer.add(samples[:2])
+        (tmp_path / "store" / ".shard-00001.safetensors.1.partial").write_bytes(b"being written")
+        with (
+            pytest.raises(StoreError, match=f"process {os.getpid()}"),
+            StoreWriter.open(tmp_path / "store", manifest(), 1),
+        ):
+            pass
+        assert (tmp_path / "store" / ".shard-00001.safetensors.1.partial").exists()
+        writer.add(samples[2:])
+    assert len(Store.open(tmp_path / "store")) == 4
+
+
+def test_a_sample_is_taken_once(tmp_path: Path) -> None:
+    with StoreWriter.open(tmp_path / "store", manifest(), 1 << 20) as writer:
+        writer.add([features(0, 5)])
+        with pytest.raises(StoreError, match="sample-0: is in the store already"):
+            writer.add([features(0, 5)])
+        writer.flush()
+        with pytest.raises(StoreError, match="sample-0: is in the store already"):
+            writer.add([features(0, 5)])
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "aux", "last"])
+def test_a_sample_of_fewer_rows_than_tokens_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    short = getattr(features(0, 5), name)[:4]
+    with (
+        StoreWriter.open(tmp_path / "store", manifest(), 1) as writer,
+        pytest.raises(StoreError, match=rf"sample-0: has `{name}`"),
+    ):
+        writer.add([features(0, 5, **{name: short})])
+    assert len(Store.open(tmp_path / "store")) == 0
+
+
+def test_a_reader_sees_only_whole_shards_while_a_writer_is_at_work(tmp_path: Path) -> None:
+    samples = some_features(6)
+    with StoreWriter.open(tmp_path / "store", manifest(), 1) as writer:
+        for count in (2, 4, 6):
+            writer.add(samples[count - 2 : count])
+            assert len(list(Store.open(tmp_path / "store"))) == count
+
+
+def test_a_full_disk_leaves_what_was_committed_and_the_rest_can_follow(tmp_path: Path) -> None:
+    samples = [features(number, tokens=200) for number in range(6)]
+    write_store(tmp_path / "whole", samples)
+    folder = tmp_path / "store"
+    write_store(folder, samples[:2])
+    with (
+        largest_file(20_000),
+        pytest.raises(StoreError, match=r"shard-00001.*too large.*2 samples in its ledger are safe"),
+    ):
+        write_store(folder, samples[2:4])
+    assert Store.open(folder).sample_ids == ["sample-0", "sample-1"]
+    assert not list(folder.glob(".*.partial"))
+    write_store(folder, samples[2:])
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+@contextmanager
+def largest_file(size_bytes: int) -> Iterator[None]:
+    """The system refuses to let a file of this process grow beyond the size."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system of its own takes root")
+def test_no_space_left_on_device_is_an_error_that_says_what_is_safe(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", small], capture_output=True).returncode:
+        pytest.skip("this machine does not let tests mount")
+    try:
+        with pytest.raises(StoreError, match=r"No space left.*samples in its ledger are safe"):
+            write_store(small / "store", [features(number, tokens=200) for number in range(40)])
+        store = Store.open(small / "store")
+        assert 0 < len(store) < 40
+        for found in store:
+            assert_same(found, features(int(found.id.removeprefix("sample-")), tokens=200))
+    finally:
+        subprocess.run(["umount", "--lazy", small], check=True)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StoreError, match="permissions"), StoreWriter.open(tmp_path / "file" / "store", manifest(), 1):
+        pass
+
+
+KILL_AT_EACH_CALL = """
+import os, signal, sys
+from pathlib import Path
+from draftsmith.extract.store import Store
+from tests.extract.random_store import some_features, write_store
+
+def write(folder, calls):  # in a process of its own, killed at its `calls`-th call that changes the folder
+    process = os.fork()
+    if process:
+        return os.waitpid(process, 0)[1]
+    count = 0
+    def count_calls(event, arguments):
+        nonlocal count
+        if event in ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir") and str(folder) in str(arguments[0]):
+            count += 1
+            if count == calls:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(count_calls)
+    done = len(Store.open(folder)) if (folder / "manifest.json").exists() else 0
+    write_store(folder, some_features()[done:])
+    os._exit(0)
+
+for calls in range(1, 1000):
+    folder = Path(sys.argv[1]) / f"killed-at-{calls}"
+    if write(folder, calls) == 0:
+        break
+    write(folder, calls // 2 + 1)
+    assert write(folder, -1) == 0
+"""
+
+
+def test_a_writer_killed_at_any_call_to_the_file_system_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+    write_store(tmp_path / "whole", some_features())
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", KILL_AT_EACH_CALL, str(tmp_path)], env=environment, check=True)
+    killed = list(tmp_path.glob("killed-at-*"))
+    assert len(killed) > 40
+    for folder in killed:
+        assert contents(folder) == contents(tmp_path / "whole"), folder.name
+
+
+def test_the_ledger_is_json_by_the_line(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", some_features(4))
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    assert [line["entry"]["sample_ids"] for line in lines] == [["sample-0", "sample-1"], ["sample-2", "sample-3"]]
