@@ -89,6 +89,8 @@ def read_state(paths: RunPaths, stage: str) -> dict[str, Any] | None:
 def fingerprint(stage: str, recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     """All that a stage's result depends on: settings, the inputs' fingerprints, the content of files it reads."""
     settings = {stage: getattr(recipe, stage).identity(), "target": recipe.target.identity(), "seed": recipe.seed}
+    if stage == "probe":  # it writes the layer ids into the facts, where every later stage finds them
+        settings["extract.aux_layer_ids"] = recipe.extract.aux_layer_ids
     inputs = {}
     for name in INPUTS[stage]:
         state = read_state(paths, name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -67,7 +68,7 @@ class Probe(Section):
     """What the verdict and the budget are computed for."""
 
     engine: Annotated[Literal["vllm", "transformers"], Free] = "vllm"
-    gpus: Annotated[PositiveInt, Free] = Field(1, description="Devices that share the target")
+    gpus: Annotated[PositiveInt | None, Free] = Field(None, description="Devices that share the target; all if null")
     gpu_memory_gib: Annotated[float | None, Free] = Field(None, description="Memory of one device; measured if null")
     load_gib_per_second: Annotated[float, Free] = Field(
         0.5, description="Rate at which weights are read from disk and put on the devices"
@@ -241,13 +242,17 @@ def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Recip
         raise RecipeError(f"is not valid YAML: {' '.join(str(error).split())}", where=str(path)) from error
     if not isinstance(tree, dict):
         raise RecipeError("must be a mapping of sections", where=str(path), hint="start with `name:` and `target:`")
+    return parse(tree, overrides, where=str(path))
+
+
+def parse(tree: dict[str, Any], overrides: Sequence[str] = (), where: str = "recipe") -> Recipe:
+    """Apply overrides to a tree of settings, in place, and check it.
+
+    Raises:
+        RecipeError: names every key that does not fit.
+    """
     for override in overrides:
         _apply(tree, override)
-    return parse(tree, where=str(path))
-
-
-def parse(tree: dict[str, Any], where: str = "recipe") -> Recipe:
-    """Check a tree of settings. Raises RecipeError naming every key that does not fit."""
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:

@@ -73,7 +73,6 @@ class TargetFacts:
     rope_local_theta: float | None = None  # of sliding-window layers, where they have their own
     layer_types: dict[str, int] | None = None  # kind of layer -> how many
     mla: dict[str, int | None] | None = None  # q_lora_rank, kv_lora_rank, qk_nope_, qk_rope_, v_head_dim
-    draft_head_dim: int | None = None  # for a Llama-style draft of this target; not hidden/heads where that misleads
     pad_token_id: int | None = None
     tokenizer_size: int | None = None  # largest token id + 1
     embedding_rows: int | None = None

@@ -136,6 +136,7 @@ def _tokenizer(root: str, problems: list[dict[str, str]]) -> dict[str, Any]:
         "tokenizer_size": largest + 1 if largest >= 0 else None,
         "added_tokens": added,
         "pad_token": pad,
+        "tokenizer_auto_map": settings.get("auto_map"),
         "template_sha256": hashlib.sha256(template.encode()).hexdigest() if template is not None else None,
     }
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.errors import TargetError, TargetNotFoundError
+from draftsmith.errors import RequestError, TargetNotFoundError
 from draftsmith.probe.gather import gather, summarize
 
 if TYPE_CHECKING:
@@ -22,14 +22,13 @@ def read_evidence(model: str, *, revision: str | None = None) -> dict[str, Any]:
     Adds `revision`, the commit of a hub model, and `weights_at`: "here", or "hub" where only their headers were read.
 
     Raises:
-        TargetNotFoundError: no such folder, hub id or revision, or no right to read it, or no network.
+        TargetNotFoundError: no such hub id or revision, or no right to read it, or no network.
+        RequestError: a revision of a folder is asked for.
     """
     folder = Path(model).expanduser()
     if folder.exists() or not _HUB_ID.match(model):
         if revision is not None:
-            raise TargetError(
-                "a folder has no revisions", where=model, hint="leave revision out, or give the hub id instead"
-            )
+            raise RequestError("a folder has no revisions", where=model, hint="leave it out, or give a hub id")
         return {**gather(model), "revision": None, "weights_at": "here"}
     return _from_hub(model, revision)
 
@@ -40,14 +39,16 @@ def _from_hub(model: str, revision: str | None) -> dict[str, Any]:
     cached = try_to_load_from_cache(model, "config.json", revision=revision)
     if isinstance(cached, str):
         evidence = _gather_snapshot(Path(cached).parent)
-        if evidence["weights_sha256"] is not None:
+        if _has_weights(evidence):
             return evidence
     api = HfApi()
-    folder = _fetch(api, model, revision)
-    evidence = _gather_snapshot(folder)
-    if evidence["weights_sha256"] is not None:
-        return evidence
-    return _with_remote_headers(evidence, api, model)
+    evidence = _gather_snapshot(_fetch(api, model, revision))
+    return evidence if _has_weights(evidence) else _with_remote_headers(evidence, api, model)
+
+
+def _has_weights(evidence: dict[str, Any]) -> bool:
+    """Whether any weight file is on this machine, whole or not."""
+    return any(shard["bytes"] for shard in evidence["shards"])
 
 
 def _gather_snapshot(folder: Path) -> dict[str, Any]:
@@ -56,13 +57,7 @@ def _gather_snapshot(folder: Path) -> dict[str, Any]:
 
 
 def _fetch(api: HfApi, model: str, revision: str | None) -> Path:
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         return Path(api.snapshot_download(model, revision=revision, allow_patterns=SMALL_FILES))
@@ -82,7 +77,7 @@ def _fetch(api: HfApi, model: str, revision: str | None) -> Path:
             where=model,
             hint="check the spelling; a private model needs `hf auth login`",
         ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except OSError as error:
         raise TargetNotFoundError(
             "is not a folder here and not in the hub's cache, and the hub cannot be reached",
             where=model,
@@ -91,15 +86,27 @@ def _fetch(api: HfApi, model: str, revision: str | None) -> Path:
 
 
 def _with_remote_headers(evidence: dict[str, Any], api: HfApi, model: str) -> dict[str, Any]:
-    """The same evidence with sizes and tensor headers of the weight files that are on the hub only."""
-    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
+    """The same evidence with sizes and tensor headers of the weight files that are on the hub only.
 
-    commit = evidence["revision"]
+    Without a network it stays without them.
+    """
+    import httpx
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    absent = ("no_weights", "missing_shard")
+    evidence = {
+        **evidence,
+        "problems": [problem for problem in evidence["problems"] if problem["kind"] not in absent],
+        "weights_at": "hub",
+    }
     try:
-        metadata = api.get_safetensors_metadata(model, revision=commit)
-        files = api.model_info(model, revision=commit, files_metadata=True).siblings or []
-    except (NotASafetensorsRepoError, HfHubHTTPError, OSError):
-        return evidence  # its problems say that the weights are not there
+        metadata = api.get_safetensors_metadata(model, revision=evidence["revision"])
+        files = api.model_info(model, revision=evidence["revision"], files_metadata=True).siblings or []
+    except NotASafetensorsRepoError:
+        problem = {"kind": "no_weights", "file": model, "detail": "has no safetensors files on the hub"}
+        return {**evidence, "problems": [*evidence["problems"], problem]}
+    except (httpx.HTTPError, OSError):  # of huggingface_hub's errors, all that concern the network are one of these
+        return evidence
     sizes = {file.rfilename: file.size or 0 for file in files}
     headers = {
         name: {
@@ -108,11 +115,5 @@ def _with_remote_headers(evidence: dict[str, Any], api: HfApi, model: str) -> di
         }
         for name, file in metadata.files_metadata.items()
     }
-    weight_problems = ("no_weights", "missing_shard")
-    return {
-        **evidence,
-        "problems": [problem for problem in evidence["problems"] if problem["kind"] not in weight_problems],
-        "shards": [{"name": name, "bytes": sizes.get(name, 0), "tensors": len(header)} for name, header in headers.items()],
-        "weights_at": "hub",
-        **summarize(headers),
-    }
+    shards = [{"name": name, "bytes": sizes.get(name, 0), "tensors": len(header)} for name, header in headers.items()]
+    return {**evidence, "shards": shards, **summarize(headers)}

@@ -44,6 +44,9 @@ def find_keys(tensors: dict[str, dict[str, Any]], vocab_size: int | None, tied: 
     outside = {name: entry for name, entry in tensors.items() if _is_text(name)}
     problems: dict[str, str] = {}
     embedding = _embedding(outside, vocab_size, problems)
+    if embedding is not None and outside[embedding]["dtype"] not in DENSE:
+        problems["embedding"] = f"is quantised: {embedding} is {outside[embedding]['dtype']}"
+        embedding = None
     module = _head_module(outside)
     if tied or (module is None and tied is None):
         lm_head = embedding
