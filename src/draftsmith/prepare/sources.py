@@ -1,0 +1,354 @@
+"""Conversations out of files: ShareGPT and OpenAI `messages` records, in JSON arrays, JSONL, Parquet or a hub dataset.
+
+The container is told by its first bytes, the form of a record by its keys. Everything that a chat template may use is
+kept: tool calls and results, system turns, reasoning, names. What cannot be used is counted by reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from draftsmith.errors import DataError, MissingExtraError, RequestError
+from draftsmith.recipe import Source
+from draftsmith.records import Conversation
+
+# Names of the four roles in the data sets that are about; anything else is an unknown role.
+ROLES = {
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bing", "bard", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function", "function_response", "ipython"), "tool"),
+    **{role: role for role in ("system", "developer")},
+}
+# Each template reads the target's reasoning under one of these names.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_EXAMPLES = 3
+_HEAD_BYTES = 4096
+
+
+@dataclass
+class Tally:
+    """What became of the rows: read, kept, and dropped by reason, with a few ids for each."""
+
+    read: int = 0
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def drop(self, reason: str, row_id: str) -> None:
+        self.dropped[reason] += 1
+        known = self.examples.setdefault(reason, [])
+        if len(known) < _EXAMPLES:
+            known.append(row_id)
+
+    def add(self, other: Tally) -> None:
+        self.read += other.read
+        self.kept += other.kept
+        self.dropped.update(other.dropped)
+        for reason, ids in other.examples.items():
+            self.examples[reason] = [*self.examples.get(reason, []), *ids][:_EXAMPLES]
+
+    def to_json(self) -> dict[str, Any]:
+        dropped = {
+            reason: {"rows": number, "examples": self.examples[reason]} for reason, number in self.dropped.most_common()
+        }
+        return {"read": self.read, "kept": self.kept, "dropped": dropped}
+
+
+class _Unusable(Exception):
+    """A row that cannot be used; its message is the reason under which it is counted."""
+
+
+def read_conversations(sources: list[Source], tally: Tally, *, answers_needed: bool) -> Iterator[Conversation]:
+    """Every usable conversation of the sources, in their order, with ids that are unique and stable.
+
+    An id is `domain/` and the record's own id, or its index in the source; one seen before gets `~2`, `~3` …
+
+    Args:
+        tally: counts rows as they are read.
+        answers_needed: drop conversations in which the assistant says nothing after a user's turn.
+
+    Raises:
+        RequestError: a source is not there.
+        DataError: a file is damaged or cut off; says where.
+        MissingExtraError: `datasets` is not installed.
+    """
+    seen: Counter[str] = Counter()
+    for number, source in enumerate(sources):
+        domain = source.domain or Path(source.path).stem
+        for index, (place, record) in enumerate(_records(source, number)):
+            if index < source.skip:
+                continue
+            if source.limit is not None and index >= source.skip + source.limit:
+                break
+            tally.read += 1
+            own_id = record.get("id") if isinstance(record, dict) else None
+            base = f"{domain}/{own_id if isinstance(own_id, str | int) and own_id != '' else index}"
+            seen[base] += 1
+            row_id = base if seen[base] == 1 else f"{base}~{seen[base]}"
+            try:
+                messages, tools = _parse(record, source.format, answers_needed)
+            except _Unusable as reason:
+                tally.drop(str(reason), f"{row_id} ({place})")
+                continue
+            tally.kept += 1
+            yield Conversation(id=row_id, messages=messages, domain=domain, tools=tools)
+
+
+def _records(source: Source, number: int) -> Iterator[tuple[str, Any]]:
+    """(place for messages to people, record) of everything in one source."""
+    if source.format == "dataset":
+        return _dataset(source)
+    path = Path(source.path)
+    if not path.is_file():
+        raise RequestError(
+            "there is no such file",
+            where=f"prepare.sources.{number} {path}",
+            hint="a hub dataset needs format: dataset",
+        )
+    with open(path, "rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if head.startswith(b"PAR1"):
+        return _parquet(path)
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"["):
+        return _json_array(path, source.accept_truncated, number)
+    if text.startswith(b"{"):
+        return _json_lines(path, source.accept_truncated, number)
+    raise DataError(
+        "is empty" if not text else f"begins with {text[:20]!r}, which is no JSON array, JSON object or Parquet",
+        where=str(path),
+        hint="sources are ShareGPT or messages records as a JSON array, one JSON object a line, or Parquet",
+    )
+
+
+def _json_array(path: Path, accept_truncated: bool, number: int) -> Iterator[tuple[str, Any]]:
+    """Records of a JSON array, streamed: the file is never in memory whole."""
+    import ijson
+
+    index, last_id = 0, None
+    with open(path, "rb") as file:
+        _skip_bom(file)
+        try:
+            for record in ijson.items(file, "item", use_float=True):
+                yield f"record {index}", record
+                index += 1
+                last_id = record.get("id") if isinstance(record, dict) else None
+        except ijson.JSONError as error:
+            text = error.args[0].decode(errors="replace") if isinstance(error.args[0], bytes) else str(error)
+            problem = text.splitlines()[0]
+            after = f"after record {index - 1}" + (f" (id {last_id})" if last_id is not None else "") if index else ""
+            if "premature EOF" in problem:
+                if not accept_truncated:
+                    how_far = f"{index} records are whole; it ends {after or 'in the first'}"
+                    raise _cut_off(how_far, path, number) from error
+                return
+            raise DataError(
+                f"is not valid JSON {after or 'in its first record'}, before byte {file.tell()}: {problem}",
+                where=str(path),
+            ) from error
+
+
+def _json_lines(path: Path, accept_truncated: bool, number: int) -> Iterator[tuple[str, Any]]:
+    """Records of a file with one JSON object a line; blank lines are passed over."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        _skip_bom(file)
+        for line_number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                if file.tell() == size and not line.endswith(b"\n"):
+                    if not accept_truncated:
+                        whole = f"{line_number - 1} lines are whole; it ends in line {line_number}"
+                        raise _cut_off(whole, path, number) from error
+                    return
+                hint = "one JSON object a line is expected" if line_number > 1 else "an array of records begins with ["
+                raise DataError(
+                    f"line {line_number} is not valid JSON: {error}", where=f"{path}:{line_number}", hint=hint
+                ) from error
+            yield f"line {line_number}", record
+
+
+def _cut_off(how_far: str, path: Path, number: int) -> DataError:
+    return DataError(
+        f"is cut off at byte {path.stat().st_size}: {how_far}",
+        where=str(path),
+        hint=f"fetch the file again, or take what is whole with prepare.sources.{number}.accept_truncated=true",
+    )
+
+
+def _skip_bom(file: BinaryIO) -> None:
+    if file.read(3) != b"\xef\xbb\xbf":
+        file.seek(0)
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        index = 0
+        for batch in pq.ParquetFile(path).iter_batches(batch_size=1024):
+            for record in batch.to_pylist():
+                yield f"row {index}", record
+                index += 1
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"is not a whole Parquet file: {error}", where=str(path), hint="fetch the file again"
+        ) from error
+
+
+def _dataset(source: Source) -> Iterator[tuple[str, Any]]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtraError(
+            "reading a hub dataset needs the package `datasets`",
+            where=source.path,
+            hint="pip install 'draftsmith[datasets]'",
+        ) from error
+    try:
+        rows: Iterable[Any] = datasets.load_dataset(source.path, split=source.split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"cannot be loaded: {error}", where=f"{source.path}, split {source.split}") from error
+    for index, record in enumerate(rows):
+        yield f"row {index}", record
+
+
+def _parse(record: Any, form: str, answers_needed: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Messages in the OpenAI form, and tools. Raises _Unusable with the reason."""
+    if not isinstance(record, dict):
+        raise _Unusable(f"record is {_kind(record)}, not an object")
+    keys = ("conversations", "messages") if form == "sharegpt" else ("messages", "conversations")
+    key = next((key for key in keys if record.get(key) is not None), None)
+    if key is None:
+        raise _Unusable("no `messages` and no `conversations`")
+    turns = record[key]
+    if not isinstance(turns, list):
+        raise _Unusable(f"`{key}` is {_kind(turns)}, not a list")
+    if not turns:
+        raise _Unusable("empty conversation")
+    messages = [_message(turn) for turn in turns]
+    if not any(message["role"] == "user" for message in messages):
+        raise _Unusable("no user turn")
+    if answers_needed and not answer_turns(messages):
+        raise _Unusable("no answer")
+    return messages, _tools(record.get("tools"))
+
+
+def answer_turns(messages: list[dict[str, Any]]) -> list[int]:
+    """Indices of the assistant's turns that answer something: a user or a tool has spoken before."""
+    asked, found = False, []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant" and asked:
+            found.append(index)
+        asked = asked or message["role"] in ("user", "tool")
+    return found
+
+
+def _message(turn: Any) -> dict[str, Any]:
+    if not isinstance(turn, dict):
+        raise _Unusable(f"turn is {_kind(turn)}, not an object")
+    turn = {key: value for key, value in turn.items() if value is not None}
+    name = turn.pop("role", None) or turn.pop("from", None)
+    role = ROLES.get(name.lower()) if isinstance(name, str) else None
+    if role is None:
+        raise _Unusable(f"unknown role {name!r}" if name is not None else "turn without a role")
+    content = _text(turn.pop("content", turn.pop("value", None)))
+    message = {"role": role, "content": content, **turn}
+    if name == "function_call":
+        message = _called(message)
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"])
+    says_nothing = not content.strip() and not any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
+    if says_nothing and role in ("user", "assistant"):
+        raise _Unusable(f"empty {role} turn")
+    return _with_reasoning(message)
+
+
+def _text(content: Any) -> str:
+    """The text of a turn; several text parts are joined by a line break, as serving engines do."""
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                kind = part.get("type", "unnamed") if isinstance(part, dict) else _kind(part)
+                raise _Unusable(f"content part that is not text ({kind})")
+        return _text("\n".join(part["text"] for part in content))
+    if not isinstance(content, str):
+        raise _Unusable(f"content is {_kind(content)}, not text")
+    if not content.isascii():
+        try:
+            content.encode()
+        except UnicodeEncodeError:
+            raise _Unusable("content is not valid Unicode (a lone surrogate)") from None
+    return content
+
+
+def _called(message: dict[str, Any]) -> dict[str, Any]:
+    """A `function_call` turn, whose content is the call as JSON, as tool_calls; other text stays content."""
+    try:
+        call = json.loads(message["content"])
+    except ValueError:
+        return message
+    calls = call if isinstance(call, list) else [call]
+    if not all(isinstance(item, dict) and "name" in item for item in calls):
+        return message
+    return {**message, "content": "", "tool_calls": [{"type": "function", "function": item} for item in calls]}
+
+
+def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+    """Calls with their arguments as an object, which templates print as JSON; OpenAI writes them as a string."""
+    if isinstance(calls, str):
+        calls = _json_or_none(calls)
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise _Unusable("`tool_calls` is not a list of objects")
+    parsed = []
+    for call in calls:
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            arguments = _json_or_none(function["arguments"] or "{}")
+            if isinstance(arguments, dict):
+                call = {**call, "function": {**function, "arguments": arguments}}
+        parsed.append(call)
+    return parsed
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Reasoning under every name that templates know; names that the record has itself keep their own text."""
+    given = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
+    if message["role"] != "assistant" or given is None:
+        return message
+    return {**dict.fromkeys(REASONING_KEYS, given), **message}
+
+
+def _tools(tools: Any) -> list[dict[str, Any]] | None:
+    if isinstance(tools, str):
+        tools = _json_or_none(tools) if tools.strip() else None
+        if tools is None:
+            return None
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _Unusable("`tools` is not a list of objects")
+    return tools
+
+
+def _json_or_none(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "null", bool: "a truth value", str: "text", list: "a list", dict: "an object"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
