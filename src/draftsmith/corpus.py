@@ -69,6 +69,12 @@ def corpus_lengths(path: Path) -> dict[str, int]:
     return lengths
 
 
+def corpus_conversations(path: Path) -> dict[str, str]:
+    """The conversation of each sample by id, in the order written."""
+    table = _open(path).read(columns=["id", "conversation_id"])
+    return dict(zip(*(table.column(name).to_pylist() for name in table.column_names), strict=True))
+
+
 def corpus_metadata(path: Path) -> dict[str, Any]:
     """What `write_corpus` was given as metadata."""
     return json.loads(_open(path).schema_arrow.metadata[_METADATA_KEY])

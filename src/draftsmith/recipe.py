@@ -170,7 +170,9 @@ class Evaluate(Section):
     """What the draft is worth on held-out conversations."""
 
     num_speculative_tokens: PositiveInt = Field(3, description="Draft tokens per round")
-    prompts: PositiveInt = Field(40, description="Held-out prompts decoded for real")
+    prompts: Annotated[int, Field(ge=0)] = Field(
+        40, description="Held-out prompts decoded for real; 0: the estimate from recorded states alone"
+    )
     max_new_tokens: PositiveInt = 128
     compare_untrained: bool = Field(True, description="Also measure the draft as it was before training")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: float32 on CPU, else the target's")
