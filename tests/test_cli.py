@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def draftsmith(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "draftsmith", *arguments], capture_output=True, text=True)
+
+
+def test_help_names_every_stage():
+    text = draftsmith("--help").stdout
+    for word in ("run", "probe", "prepare", "extract", "train", "evaluate", "export", "serve"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["frobnicate"], "No such command"),
+        (["train"], "RECIPE"),
+        (["train", "absent.yaml"], "there is no such recipe"),
+        (["train", "--nonsense", "a.yaml"], "--nonsense"),
+        (["probe", "/no/such/folder"], "/no/such/folder"),
+    ],
+)
+def test_a_wrong_request_is_one_clear_line_and_exit_code_2(arguments, says):
+    done = draftsmith(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_probe_prints_one_json_document_and_nothing_else(tiny_target):
+    done = draftsmith("probe", str(tiny_target), "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == (1 if report["verdict"] == "fail" else 0)
+    assert set(report) >= {"verdict", "facts", "missing", "checks"}
+    assert report["facts"]["scoring_func"] is None
+    assert "scoring_func" in report["missing"]
+    assert {"name", "status", "detail", "hint"} <= set(report["checks"][0])
+
+
+def test_probe_for_people_says_not_found_where_the_configuration_is_silent(tiny_target):
+    done = draftsmith("probe", str(tiny_target))
+    assert any("scoring_func" in line and "NOT FOUND" in line for line in done.stdout.splitlines())

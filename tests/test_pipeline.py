@@ -1,0 +1,137 @@
+"""The whole pipeline on a tiny real target, through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+STAGES = ["probe", "prepare", "extract", "train", "evaluate", "export", "serve"]
+
+
+def draftsmith(*arguments: object, cwd: Path, **options) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "draftsmith", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, **options)
+
+
+def write_recipe(folder: Path, target: Path) -> Path:
+    words = ["sort a list", "boil water", "jump over the dog", "freeze the fox", "use a tool"]
+    rows = [{"messages": [{"role": "user", "content": f"How do I {words[i % 5]} {i} times?"}]} for i in range(24)]
+    (folder / "conversations.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    settings = {
+        "name": "tiny",
+        "target": {"model": str(target), "dtype": "float32"},
+        "prepare": {
+            "sources": [{"path": "conversations.jsonl"}],
+            "regenerate": {"max_new_tokens": 16},
+            "draft_vocab_size": 200,
+            "validation_fraction": 0.3,
+        },
+        "extract": {"codec": "fp32"},
+        "train": {"unroll_steps": 2, "max_steps": 8, "batch_tokens": 128, "checkpoint_every_steps": 2},
+        "evaluate": {"prompts": 3, "max_new_tokens": 12, "num_speculative_tokens": 2},
+        "export": {"dtype": "float32"},
+    }
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    return file
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_target) -> Path:
+    """A folder with a recipe that was run to the end."""
+    folder = tmp_path_factory.mktemp("run")
+    write_recipe(folder, tiny_target)
+    done = draftsmith("run", "recipe.yaml", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    reports = json.loads(done.stdout)
+    assert [stage for stage in reports if stage in STAGES] == STAGES
+    return folder
+
+
+def events(folder: Path) -> list[tuple[str, str]]:
+    lines = (folder / "runs/tiny/events.jsonl").read_text().splitlines()
+    return [(line["stage"], line["event"]) for line in map(json.loads, lines)]
+
+
+def test_a_finished_run_is_not_done_again(finished):
+    before = (finished / "runs/tiny/train/checkpoints/final/model.safetensors").stat().st_mtime_ns
+    again = draftsmith("run", "recipe.yaml", cwd=finished)
+    assert again.returncode == 0, again.stderr
+    assert (finished / "runs/tiny/train/checkpoints/final/model.safetensors").stat().st_mtime_ns == before
+    assert events(finished)[-8:-2] == [(stage, "skipped") for stage in STAGES[:-1]]
+
+
+def test_the_evaluation_says_what_the_contract_promises(finished):
+    done = draftsmith("evaluate", "recipe.yaml", "--json", cwd=finished)
+    report = json.loads(done.stdout)
+    text = json.dumps(report)
+    for name in ("mean_acceptance_length", "per_position", "prompts", "tokens", "confidence_95"):
+        assert f'"{name}"' in text
+
+
+@pytest.mark.parametrize(
+    ("stage", "override", "says"),
+    [
+        ("train", "train.learning_rate=0.5", "train.learning_rate: 0.0001 → 0.5"),
+        ("extract", "extract.codec=bf16", "extract.codec: 'fp32' → 'bf16'"),
+        ("prepare", "seed=3", "seed: 0 → 3"),
+    ],
+)
+def test_other_settings_are_refused_by_name_and_nothing_is_touched(finished, stage, override, says):
+    files = {path: path.stat().st_mtime_ns for path in (finished / "runs/tiny" / stage).rglob("*") if path.is_file()}
+    done = draftsmith(stage, "recipe.yaml", override, cwd=finished)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "--redo" in done.stderr
+    assert files == {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_a_setting_that_cannot_change_the_result_may_change(finished):
+    done = draftsmith("extract", "recipe.yaml", "extract.batch_tokens=64", cwd=finished)
+    assert done.returncode == 0, done.stderr
+
+
+def test_conversations_that_changed_are_noticed(finished, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    with open(copy / "conversations.jsonl", "a") as file:
+        file.write('{"messages": [{"role": "user", "content": "One more?"}]}\n')
+    done = draftsmith("run", "recipe.yaml", cwd=copy)
+    assert done.returncode == 2
+    assert "files.conversations.jsonl" in done.stderr
+
+
+def test_a_stage_whose_input_is_not_there_says_which(tmp_path, tiny_target):
+    write_recipe(tmp_path, tiny_target)
+    done = draftsmith("train", "recipe.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "needs `probe`, which has not been done" in done.stderr
+
+
+@pytest.mark.parametrize("killed_after", ["prepare", "extract", "train"])
+def test_a_run_that_was_killed_ends_as_an_unbroken_one(finished, tmp_path, tiny_target, killed_after):
+    """SIGKILL as soon as a stage has begun; the draft that the second run trains has the same bits."""
+    write_recipe(tmp_path, tiny_target)
+    command = [sys.executable, "-m", "draftsmith", "run", "recipe.yaml"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    begun = tmp_path / f"runs/tiny/{killed_after}/stage.json"
+    while not begun.exists() and process.poll() is None:
+        os.sched_yield()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = draftsmith("run", "recipe.yaml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    one, other = (root / "runs/tiny/train/checkpoints/final/model.safetensors" for root in (finished, tmp_path))
+    assert one.read_bytes() == other.read_bytes()
