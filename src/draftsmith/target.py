@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from draftsmith.rundir import RunPaths
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-# Final norms that are not x / rms(x) * weight, by text model type (transformers `models/*/modeling_*.py`).
-_NORM_PLUS_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_LAYER_NORM = ("gpt2", "phi", "cohere", "cohere2")
+# Final norms that are not x / rms(x) * weight, by text model type (transformers `models/*/modeling_*.py`). One that has
+# a bias is a LayerNorm in every model.
+_RMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_LAYER_NORM_WITHOUT_BIAS = ("cohere", "cohere2")
+_LAYER_NORM_PLUS_ONE = ("nemotron",)
 
 
 def read_facts_of_run(paths: RunPaths) -> TargetFacts:
@@ -59,22 +62,53 @@ def load_tokenizer(facts: TargetFacts, target: recipe.Target) -> Any:
 
 
 def load_target(facts: TargetFacts, target: recipe.Target, device: torch.device, dtype: torch.dtype) -> Any:
-    """The whole target through transformers, frozen and in evaluation mode. Raises TargetError if it will not load."""
-    from transformers import AutoModelForCausalLM
+    """The whole target through transformers, frozen and in evaluation mode.
 
+    Raises:
+        TargetError: it will not load, or the checkpoint lacks weights, which transformers would fill with random ones.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    trust = target.trust_remote_code
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            facts.path, dtype=dtype, trust_remote_code=target.trust_remote_code, attn_implementation="sdpa"
+        config = AutoConfig.from_pretrained(facts.path, trust_remote_code=trust)
+        text_alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (facts.auto_map or {})
+        auto = AutoModelForCausalLM if text_alone else AutoModelForImageTextToText
+        model, loaded = auto.from_pretrained(
+            facts.path, config=config, dtype=dtype, trust_remote_code=trust, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise TargetError(f"transformers cannot load it: {error}", where=facts.path) from error
+    if absent := sorted(loaded["missing_keys"]):
+        raise TargetError(
+            f"its checkpoint lacks {len(absent)} weights that {type(model).__name__} has, such as {absent[0]}",
+            where=facts.path,
+            hint="`draftsmith probe` lists what the weight files hold",
+        )
     return model.to(device).eval().requires_grad_(False)
 
 
+def text_model(model: nn.Module, facts: TargetFacts) -> nn.Module:
+    """The part from embedding to final norm, inside whatever wrappers: called alone, it computes no logits."""
+    return model.get_submodule(_layers_name(model, facts).rpartition(".")[0])
+
+
 def decoder_layers(model: nn.Module, facts: TargetFacts) -> nn.ModuleList:
-    """The text model's decoder layers: the one list of `num_hidden_layers` blocks that hold attention or a mixer."""
+    """The text model's decoder layers."""
+    layers = model.get_submodule(_layers_name(model, facts))
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+def _layers_name(model: nn.Module, facts: TargetFacts) -> str:
+    """Name of the outermost list of `num_hidden_layers` blocks outside the towers of other modalities."""
+    if facts.num_hidden_layers is None:
+        raise TargetError("its configuration does not say how many decoder layers it has", where=facts.path)
     found = [
-        (name, module)
+        name
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module) == facts.num_hidden_layers
@@ -82,7 +116,7 @@ def decoder_layers(model: nn.Module, facts: TargetFacts) -> nn.ModuleList:
     ]
     if not found:
         raise TargetError(f"no list of {facts.num_hidden_layers} decoder layers in {type(model).__name__}")
-    return min(found, key=lambda pair: pair[0].count("."))[1]
+    return min(found, key=lambda name: name.count("."))
 
 
 class FinalNorm(nn.Module):
@@ -117,11 +151,13 @@ class TargetHead(nn.Module):
         lm_head: torch.Tensor,
         logit_scale: float = 1.0,
         softcap: float | None = None,
+        lm_head_bias: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.embedding = nn.Parameter(embedding, requires_grad=False)  # [Vt, Ht]
         self.norm = norm
         self.lm_head = nn.Parameter(lm_head, requires_grad=False)  # [Vt, Ht]
+        self.lm_head_bias = nn.Parameter(lm_head_bias, requires_grad=False) if lm_head_bias is not None else None
         self.logit_scale, self.softcap = logit_scale, softcap
 
     def logits(self, last: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -134,8 +170,9 @@ class TargetHead(nn.Module):
         Returns:
             [..., R or Vt], in the dtype of `last`.
         """
-        weight = self.lm_head if rows is None else self.lm_head[rows]
-        logits = nn.functional.linear(self.norm(last), weight) * self.logit_scale
+        chosen = slice(None) if rows is None else rows
+        bias = None if self.lm_head_bias is None else self.lm_head_bias[chosen]
+        logits = nn.functional.linear(self.norm(last), self.lm_head[chosen], bias) * self.logit_scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
@@ -145,44 +182,57 @@ def load_head(facts: TargetFacts, device: torch.device, dtype: torch.dtype) -> T
     Raises:
         TargetError: a tensor is not there or not dense; names it.
     """
-    config = json.loads((Path(facts.path) / "config.json").read_text(encoding="utf-8"))
+    folder = Path(facts.path)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config") or config
-    kind = facts.text_model_type or facts.model_type or ""
-    norm_kind = "layer_norm" if kind in _LAYER_NORM else "rms_plus_one" if kind in _NORM_PLUS_ONE else "rms"
 
     def read(key: str | None, what: str) -> torch.Tensor:
         if key is None:
             raise TargetError(f"has no dense {what} that the probe could find", where=facts.path)
-        return read_tensor(Path(facts.path), key).to(device=device, dtype=dtype)
+        return read_tensor(folder, key).to(device=device, dtype=dtype)
+
+    def read_bias(key: str | None) -> torch.Tensor | None:
+        bias_key = f"{(key or '').removesuffix('.weight')}.bias"
+        return read(bias_key, "bias") if weight_file(folder, bias_key) else None
 
     embedding = read(facts.embedding_key, "embedding")
     tied = facts.lm_head_key == facts.embedding_key
-    bias_key = (facts.final_norm_key or "").removesuffix("weight") + "bias"
-    bias = read(bias_key, "final norm's bias") if norm_kind == "layer_norm" and kind != "cohere" else None
     return TargetHead(
         embedding=embedding,
-        norm=FinalNorm(
-            read(facts.final_norm_key, "final norm"),
-            bias,
-            text.get("layer_norm_epsilon") or facts.rms_norm_eps or 1e-6,
-            norm_kind,
-        ),
+        norm=_final_norm(facts, read(facts.final_norm_key, "final norm"), read_bias(facts.final_norm_key)),
         lm_head=embedding if tied else read(facts.lm_head_key, "lm_head"),
         logit_scale=1.0 / text["logits_scaling"] if text.get("logits_scaling") else text.get("logit_scale") or 1.0,
         softcap=text.get("final_logit_softcapping"),
+        lm_head_bias=None if tied else read_bias(facts.lm_head_key),
     )
 
 
-def read_tensor(folder: Path, key: str) -> torch.Tensor:
-    """One tensor of a safetensors checkpoint, sharded or not."""
+def _final_norm(facts: TargetFacts, weight: torch.Tensor, bias: torch.Tensor | None) -> FinalNorm:
+    family = facts.text_model_type or facts.model_type
+    if family in _LAYER_NORM_PLUS_ONE:
+        weight = 1.0 + weight
+    if bias is not None or family in _LAYER_NORM_WITHOUT_BIAS:
+        return FinalNorm(weight, bias, facts.rms_norm_eps or 1e-5, "layer_norm")
+    return FinalNorm(weight, None, facts.rms_norm_eps or 1e-6, "rms_plus_one" if family in _RMS_PLUS_ONE else "rms")
+
+
+def weight_file(folder: Path, key: str) -> Path | None:
+    """The file of a safetensors checkpoint, sharded or not, that holds a tensor."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = [folder / weight_map[key]] if key in weight_map else []
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    for file in files:
+        name = json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(key)
+        return folder / name if name else None
+    for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             if key in tensors.keys():  # noqa: SIM118 - not a mapping
-                return tensors.get_tensor(key)
-    raise TargetError(f"tensor {key} is in none of its weight files", where=str(folder))
+                return file
+    return None
+
+
+def read_tensor(folder: Path, key: str) -> torch.Tensor:
+    """One tensor of a safetensors checkpoint. Raises TargetError if it is in none of the files."""
+    file = weight_file(folder, key)
+    if file is None:
+        raise TargetError(f"tensor {key} is in none of its weight files", where=str(folder))
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(key)
