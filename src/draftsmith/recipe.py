@@ -63,6 +63,12 @@ class Target(Section):
     )
     device: Annotated[str, Free] = Field("auto", description="auto, cpu, cuda, cuda:1 …")
 
+    @property
+    def name_for_engines(self) -> str:
+        """The absolute path of a local folder, else the hub id."""
+        folder = Path(self.model).expanduser()
+        return str(folder.resolve()) if folder.is_dir() else self.model
+
 
 class Probe(Section):
     """What the verdict and the budget are computed for."""
@@ -221,6 +227,11 @@ class Recipe(Section):
     @property
     def folder(self) -> Path:
         return self.run_dir if self.run_dir is not None else Path("runs") / self.name
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Draft tokens per round in serving: as said there, else as evaluated."""
+        return self.serve.num_speculative_tokens or self.evaluate.num_speculative_tokens
 
 
 def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith import export, serve
+from draftsmith import recipe as recipes
+from draftsmith.errors import RequestError
+from draftsmith.rundir import RunPaths, write_json
+from draftsmith.serve.commands import sglang_command, vllm_command
+from tests.export.builders import PLAIN, make_facts
+from tests.export.test_run import trained_run
+
+
+@pytest.fixture
+def paths(tmp_path: Path, tiny_target: Path) -> RunPaths:
+    """A run whose draft is exported, in a folder whose name would mislead an engine that guesses."""
+    paths = trained_run(tmp_path / "mtp-eagle-dflash it's", tiny_target, **PLAIN)
+    export.run(make_recipe(tiny_target), paths)
+    return paths
+
+
+def make_recipe(target: Path | str, serve: dict[str, Any] | None = None, **settings: Any) -> recipes.Recipe:
+    evaluate = {"num_speculative_tokens": settings.pop("evaluated_tokens", 3)}
+    tree = {"name": "test", "target": {"model": str(target), **settings}, "evaluate": evaluate, "serve": serve or {}}
+    return recipes.parse(tree)
+
+
+def option(arguments: list[str], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+def speculative_config(arguments: list[str]) -> dict[str, Any]:
+    return json.loads(option(arguments, "--speculative-config"))
+
+
+def test_the_command_survives_the_shell_and_says_the_method(paths, tiny_target):
+    report = serve.run(make_recipe(tiny_target), paths)
+    arguments = shlex.split(report["command"])
+    assert arguments == report["arguments"]
+    assert arguments[:3] == ["vllm", "serve", str(tiny_target.resolve())]
+    assert speculative_config(arguments) == {
+        "method": "eagle3",
+        "model": str(paths.export("vllm").resolve()),
+        "num_speculative_tokens": 3,
+    }
+    assert report["summary"] == [report["command"]]
+
+
+def test_the_number_of_draft_tokens_is_that_of_serving_or_else_as_evaluated(paths, tiny_target):
+    evaluated = make_recipe(tiny_target, evaluated_tokens=5)
+    assert speculative_config(serve.run(evaluated, paths)["arguments"])["num_speculative_tokens"] == 5
+    own = make_recipe(tiny_target, {"num_speculative_tokens": 2}, evaluated_tokens=5)
+    assert speculative_config(serve.run(own, paths)["arguments"])["num_speculative_tokens"] == 2
+
+
+def test_sglang_drafts_a_chain_of_as_many_tokens_as_vllm(paths, tiny_target):
+    sections = {"engine": "sglang", "num_speculative_tokens": 4, "tensor_parallel_size": 2}
+    arguments = shlex.split(serve.run(make_recipe(tiny_target, serve=sections), paths)["command"])
+    assert option(arguments, "--speculative-algorithm") == "EAGLE3"
+    assert option(arguments, "--speculative-draft-model-path") == str(paths.export("sglang").resolve())
+    steps = ["--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens", "--tp-size"]
+    assert [option(arguments, name) for name in steps] == ["4", "1", "5", "2"]
+
+
+def test_a_hub_target_keeps_the_revision_that_was_probed(tiny_target):
+    facts = make_facts(tiny_target, revision="0123abc")
+    recipe = make_recipe("someone/some-model")
+    for command in (vllm_command, sglang_command):
+        arguments = command(recipe, facts, Path("draft"))
+        assert "someone/some-model" in arguments
+        assert option(arguments, "--revision") == "0123abc"
+        assert "--revision" not in command(recipe, replace(facts, revision=None), Path("draft"))
+
+
+def test_how_the_target_is_loaded_is_as_in_the_recipe(tiny_target):
+    recipe = make_recipe(tiny_target, dtype="float16", trust_remote_code=True)
+    for command in (vllm_command, sglang_command):
+        arguments = command(recipe, make_facts(tiny_target), Path("draft"))
+        assert option(arguments, "--dtype") == "float16"
+        assert "--trust-remote-code" in arguments
+
+
+def test_an_engine_for_which_nothing_was_exported_is_refused_with_the_reason(tmp_path, tiny_target):
+    paths = trained_run(tmp_path, tiny_target)  # norm_before_residual
+    report = export.run(make_recipe(tiny_target), paths)
+    write_json(paths.stage_file("export"), {"status": "done", "report": report})
+    with pytest.raises(RequestError, match="sglang cannot hold this draft: norm_before_residual"):
+        serve.run(make_recipe(tiny_target, {"engine": "sglang"}), paths)
+
+
+def test_devices_that_do_not_divide_the_drafts_heads_are_refused(paths, tiny_target):
+    with pytest.raises(RequestError, match="4 attention heads"):
+        serve.run(make_recipe(tiny_target, {"tensor_parallel_size": 3}), paths)
+
+
+@pytest.mark.vllm
+def test_vllms_own_parser_takes_the_command(paths, tiny_target):
+    pytest.importorskip("vllm")
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    recipe = make_recipe(tiny_target, {"tensor_parallel_size": 2}, dtype="float32", trust_remote_code=True)
+    arguments = vllm_command(recipe, make_facts(tiny_target, revision="0123abc"), paths.export("vllm"))
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments[2:])
+    assert parsed.speculative_config == speculative_config(arguments)
+    assert (parsed.tensor_parallel_size, parsed.revision, parsed.dtype) == (2, "0123abc", "float32")
+    assert parsed.trust_remote_code
