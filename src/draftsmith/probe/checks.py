@@ -177,8 +177,10 @@ def _head(facts: TargetFacts, tensors: dict[str, Any], problem: str | None) -> C
 
 
 def _expected_head(facts: TargetFacts) -> str:
-    prefix = (facts.embedding_key or "").partition("model.")[0] if facts.embedding_key else ""
-    return f"{prefix}lm_head.weight"
+    """`lm_head` stands beside the `model` that holds the embedding."""
+    parts = (facts.embedding_key or "").split(".")
+    above = parts[: parts.index("model")] if "model" in parts else []
+    return ".".join([*above, "lm_head.weight"])
 
 
 # ---- Vocabulary and tokenizer ----
