@@ -1,0 +1,27 @@
+"""Checkpoint + target → acceptance: an estimate from recorded states, and lossless speculative decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftsmith.recipe import Recipe
+from draftsmith.rundir import RunPaths
+
+
+def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
+    """Measure the trained draft, and the untrained beside it, on held-out conversations.
+
+    Raises:
+        CheckFailed: a decoded text is not the target's own greedy text, and rounding does not explain it.
+    """
+    from draftsmith.evaluate.figures import make_report, refuse_unfaithful, summary_lines
+    from draftsmith.evaluate.held_out import decode_prompts, open_held_out, replay_recorded
+    from draftsmith.rundir import write_json
+
+    held_out = open_held_out(recipe, paths)
+    recorded = replay_recorded(held_out)
+    decoded = decode_prompts(held_out) if recipe.evaluate.prompts else {}
+    report = make_report(held_out, recorded, decoded)
+    write_json(paths.acceptance, report)
+    refuse_unfaithful(report)
+    return {**report, "summary": summary_lines(report)}

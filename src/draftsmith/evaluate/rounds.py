@@ -1,0 +1,110 @@
+"""Rounds of speculative decoding, and the figures made of them.
+
+In a round the draft proposes K tokens and the target takes the first a of them, 0 ≤ a ≤ K, and adds one of its own
+(the bonus token). Three rates of draft position k, each over some set of rounds or slots:
+
+    joint          draft tokens 0 … k are all right            engines print this one; 1 + Σ joint = acceptance length
+    conditional    k is right where 0 … k-1 were               joint_k / joint_{k-1}
+    unconditional  k is right, whatever came before            the accuracy that training prints; no serving rate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from draftsmith.records import Acceptance
+
+BOOTSTRAP_DRAWS = 2000
+FIRST_BUCKET_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of one text, in order."""
+
+    conversation_id: str
+    domain: str
+    starts: list[int]  # slot that each round begins at: the position before that of the newest token
+    accepted: list[int]  # a of each round
+    tokens: int  # written, from the prompt to the stop
+
+
+def round_starts(first: int, accepted: Iterable[int]) -> list[int]:
+    """Where each round begins: `accepted + 1` tokens after the one before."""
+    return list(accumulate((a + 1 for a in accepted), initial=first))[:-1]
+
+
+def summarise(name: str, texts: list[Rounds], num_speculative_tokens: int, seed: int) -> Acceptance:
+    """Acceptance over all rounds of some texts, in vLLM's definition, with figures by domain and by position."""
+    accepted = [a for text in texts for a in text.accepted]
+    joint = [share(sum(a > k for a in accepted), len(accepted)) for k in range(num_speculative_tokens)]
+    return Acceptance(
+        name=name,
+        num_speculative_tokens=num_speculative_tokens,
+        mean_acceptance_length=1 + share(sum(accepted), len(accepted)),
+        per_position=tuple(joint),
+        prompts=len(texts),
+        tokens=sum(text.tokens for text in texts),
+        confidence_95=confidence_95(texts, num_speculative_tokens, seed),
+        extra={
+            "rounds": len(accepted),
+            "mean_accepted_tokens": share(sum(accepted), len(accepted)),
+            "conditional_per_position": conditional(joint),
+            "by_domain": _by(texts, lambda text, start: text.domain),
+            "by_position": _by(texts, lambda text, start: position_bucket(start)),
+        },
+    )
+
+
+def conditional(joint: list[float]) -> list[float | None]:
+    """Share of k right where all before were: from joint rates. None where nothing got that far."""
+    return [share_or_none(now, before) for before, now in zip([1.0, *joint], joint, strict=False)]
+
+
+def position_bucket(position: int) -> str:
+    """`0-255`, `256-511`, `512-1023` …: each as long as all before it."""
+    first = 0 if position < FIRST_BUCKET_TOKENS else 1 << position.bit_length() - 1
+    return f"{first}-{max(FIRST_BUCKET_TOKENS, 2 * first) - 1}"
+
+
+def confidence_95(texts: list[Rounds], num_speculative_tokens: int, seed: int) -> tuple[float, float]:
+    """Percentile bootstrap of the mean acceptance length over whole conversations, whose rounds are not independent.
+
+    Fewer than two conversations say nothing of the spread: then the interval is all that is possible, 1 to 1 + K.
+    """
+    sums: dict[str, tuple[int, int]] = {}
+    for text in texts:
+        if text.accepted:
+            drafts, rounds = sums.get(text.conversation_id, (0, 0))
+            sums[text.conversation_id] = drafts + sum(text.accepted), rounds + len(text.accepted)
+    if len(sums) < 2:
+        return 1.0, 1.0 + num_speculative_tokens
+    drafts, rounds = np.array(list(sums.values())).T
+    draws = np.random.default_rng(seed).integers(len(sums), size=(BOOTSTRAP_DRAWS, len(sums)))
+    lengths = 1 + drafts[draws].sum(1) / rounds[draws].sum(1)
+    low, high = np.percentile(lengths, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def share_or_none(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _by(texts: list[Rounds], key: Callable[[Rounds, int], str]) -> dict[str, dict[str, float]]:
+    """Acceptance length and number of rounds for each value of `key(text, start)`, in order of first appearance."""
+    groups: dict[str, list[int]] = {}
+    for text in texts:
+        for start, accepted in zip(text.starts, text.accepted, strict=True):
+            groups.setdefault(key(text, start), []).append(accepted)
+    return {
+        name: {"mean_acceptance_length": 1 + share(sum(found), len(found)), "rounds": len(found)}
+        for name, found in groups.items()
+    }

