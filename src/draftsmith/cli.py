@@ -38,9 +38,7 @@ Redo = Annotated[bool, typer.Option("--redo", help="Delete the results there are
 def main() -> None:
     """Entry point of the `draftsmith` command."""
     try:
-        app(standalone_mode=False)
-    except typer.Exit as exit:
-        sys.exit(exit.exit_code)
+        sys.exit(app(standalone_mode=False) or 0)  # where it does not stand alone, typer.Exit becomes a return value
     except typer.Abort:
         sys.exit(1)
     except DraftsmithError as error:
