@@ -103,6 +103,18 @@ def decoder_layers(model: nn.Module, facts: TargetFacts) -> nn.ModuleList:
     return layers
 
 
+def final_norm(model: nn.Module, facts: TargetFacts) -> nn.Module:
+    """The text model's norm before its head, by the name that its weight has. Raises TargetError if there is none."""
+    name = (facts.final_norm_key or "").rpartition(".")[0].rpartition(".")[2]
+    norm = getattr(text_model(model, facts), name, None)
+    if not isinstance(norm, nn.Module):
+        raise TargetError(
+            f"no final norm in {type(model).__name__}: the weight files have {facts.final_norm_key or 'none'}",
+            where=facts.path,
+        )
+    return norm
+
+
 def _layers_name(model: nn.Module, facts: TargetFacts) -> str:
     """Name of the outermost list of `num_hidden_layers` blocks outside the towers of other modalities."""
     if facts.num_hidden_layers is None:
@@ -170,9 +182,13 @@ class TargetHead(nn.Module):
         Returns:
             [..., R or Vt], in the dtype of `last`.
         """
+        return self.project(self.norm(last), rows)
+
+    def project(self, normed: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """`logits` for a state that the final norm was applied to."""
         chosen = slice(None) if rows is None else rows
         bias = None if self.lm_head_bias is None else self.lm_head_bias[chosen]
-        logits = nn.functional.linear(self.norm(last), self.lm_head[chosen], bias) * self.logit_scale
+        logits = nn.functional.linear(normed, self.lm_head[chosen], bias) * self.logit_scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 

@@ -1,0 +1,168 @@
+"""Corpus + target → hidden states in the store."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from draftsmith import __version__
+from draftsmith.errors import RequestError, StoreError
+from draftsmith.layers import validate_layer_ids
+from draftsmith.recipe import Recipe
+from draftsmith.records import TargetFacts
+from draftsmith.rundir import RunPaths, append_event
+
+if TYPE_CHECKING:
+    from draftsmith.extract.from_transformers import Reference
+    from draftsmith.extract.manifest import Manifest
+    from draftsmith.extract.store import StoreWriter
+
+_GIB, _MIB = 1 << 30, 1 << 20
+
+
+def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
+    """Capture the states of every sample of the corpus that the store does not have yet.
+
+    Raises:
+        RequestError: the layer ids do not fit the target.
+        StoreError: the store there is of something else, is being written, or does not fit on the disk.
+        TargetError: the target cannot be loaded.
+        CaptureError: its states cannot be captured, or are not those that its logits come from.
+    """
+    from draftsmith.corpus import corpus_lengths
+    from draftsmith.extract.store import StoreWriter
+    from draftsmith.target import read_facts_of_run
+
+    if recipe.extract.engine != "transformers":
+        raise RequestError("only the engine `transformers` is there so far", where="extract.engine")
+    facts = read_facts_of_run(paths)
+    lengths = corpus_lengths(paths.require(paths.corpus, "prepare"))
+    manifest = _manifest(recipe, paths, facts)
+    with StoreWriter.open(paths.store, manifest, recipe.extract.shard_mib * _MIB) as writer:
+        if writer.lost:
+            append_event(paths, "extract", "shards_lost", shards=writer.lost)
+        _refuse_another_corpus(paths, writer.committed, lengths)
+        missing = {id: tokens for id, tokens in lengths.items() if id not in writer.committed}
+        _refuse_small_disk(paths, manifest, missing)
+        rate = _capture(recipe, paths, facts, writer, lengths) if missing else None
+    return _report(paths, rate)
+
+
+def _manifest(recipe: Recipe, paths: RunPaths, facts: TargetFacts) -> Manifest:
+    import transformers
+
+    from draftsmith.corpus import corpus_metadata
+    from draftsmith.extract.manifest import Manifest, identity
+    from draftsmith.target import pick_device, pick_dtype
+
+    chosen = recipe.extract.aux_layer_ids or facts.aux_layer_ids
+    if chosen is None or facts.num_hidden_layers is None:
+        raise RequestError(
+            "the target's configuration does not say how many layers it has", where="extract.aux_layer_ids"
+        )
+    return Manifest(
+        **identity(facts),
+        model=recipe.target.model,
+        template_sha256=corpus_metadata(paths.corpus).get("template_sha256"),
+        aux_layer_ids=validate_layer_ids(chosen, facts.num_hidden_layers),
+        dtype=str(pick_dtype(recipe.target.dtype, facts, pick_device(recipe.target.device))).removeprefix("torch."),
+        codec=recipe.extract.codec,
+        engine="transformers",
+        engine_version=transformers.__version__,
+        draftsmith_version=__version__,
+    )
+
+
+def _refuse_another_corpus(paths: RunPaths, committed: dict[str, int], lengths: dict[str, int]) -> None:
+    foreign = [id for id, tokens in committed.items() if lengths.get(id) != tokens]
+    if foreign:
+        raise StoreError(
+            f"has {len(foreign):,} samples, such as {foreign[0]}, that the corpus does not have in that length",
+            where=str(paths.store),
+            hint="give --redo to extract this corpus anew",
+        )
+
+
+def _refuse_small_disk(paths: RunPaths, manifest: Manifest, missing: dict[str, int]) -> None:
+    from draftsmith.extract.store import predict_bytes
+
+    needed = predict_bytes(
+        missing.values(),
+        aux_layers=len(manifest.aux_layer_ids),
+        hidden_size=manifest.hidden_size,
+        codec=manifest.codec,
+    )
+    free = shutil.disk_usage(paths.store).free
+    append_event(paths, "extract", "predicted", samples=len(missing), tokens=sum(missing.values()), bytes=needed)
+    if needed > free:
+        raise StoreError(
+            f"{len(missing):,} samples take {needed / _GIB:,.1f} GiB, and {free / _GIB:,.1f} GiB are free",
+            where=str(paths.store),
+            hint="make room, set run_dir to a larger disk, or take fewer samples (prepare.sources.0.limit)",
+        )
+
+
+def _capture(
+    recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter, lengths: dict[str, int]
+) -> float:
+    """Work through the corpus; returns tokens per second."""
+    from draftsmith.corpus import read_corpus
+    from draftsmith.extract.from_transformers import batches
+    from draftsmith.progress import progress
+    from draftsmith.signals import check_stop, stop_requested
+
+    reference = _proven_reference(recipe, paths, facts, writer)
+    done = sum(writer.committed.values())
+    with progress("extract", sum(lengths.values()), "tokens", done=done) as bar:
+        for batch in batches(read_corpus(paths.corpus), recipe.extract.batch_tokens):
+            if all(sample.id in writer.committed for sample in batch):
+                continue
+            found = [f for f in reference.features(batch) if f.id not in writer.committed]
+            committed = writer.add(found)
+            bar.advance(sum(len(f.input_ids) for f in found))
+            if stop_requested():
+                writer.flush()
+                check_stop("extract")
+            if committed:
+                tokens = sum(writer.committed.values())
+                append_event(paths, "extract", "shard", samples=len(writer.committed), tokens=tokens)
+        return bar.rate
+
+
+def _proven_reference(recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter) -> Reference:
+    """The target, ready to capture from, and its parity entered in the manifest."""
+    from itertools import islice
+
+    from draftsmith.corpus import read_corpus
+    from draftsmith.extract.from_transformers import Reference, measure_parity
+    from draftsmith.target import load_head, load_target, pick_device, pick_dtype
+
+    device = pick_device(recipe.target.device)
+    dtype = pick_dtype(recipe.target.dtype, facts, device)
+    reference = Reference(load_target(facts, recipe.target, device, dtype), facts, writer.manifest.aux_layer_ids)
+    parity = measure_parity(reference, load_head(facts, device, dtype), list(islice(read_corpus(paths.corpus), 4)))
+    writer.record_parity(parity)
+    return reference
+
+
+def _report(paths: RunPaths, tokens_per_second: float | None) -> dict[str, Any]:
+    from draftsmith.extract.store import Store
+
+    store = Store.open(paths.store)
+    tokens, size = sum(store.lengths), sum(entry.bytes for entry in store.entries)
+    parity = store.manifest.parity or {}
+    rate = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s"
+    return {
+        "samples": len(store),
+        "tokens": tokens,
+        "bytes": size,
+        "shards": len(store.entries),
+        "tokens_per_second": None if tokens_per_second is None else round(tokens_per_second, 1),
+        "aux_layer_ids": list(store.manifest.aux_layer_ids),
+        "parity": parity,
+        "summary": [
+            f"extract: {len(store):,} samples, {tokens:,} tokens, {size / _GIB:,.2f} GiB{rate}",
+            f"  layer ids {', '.join(map(str, store.manifest.aux_layer_ids))} and {store.manifest.num_hidden_layers}; "
+            f"the target's own logits follow from the last to {parity.get('head_error', float('nan')):.1e}",
+        ],
+    }

@@ -27,7 +27,7 @@ class Manifest:
     weights_sha256: str | None
     quantization: dict[str, Any] | None
     tokenizer_sha256: str | None
-    template_sha256: str | None
+    template_sha256: str | None  # of the template that the corpus was rendered with
     num_hidden_layers: int
     hidden_size: int
     aux_layer_ids: tuple[int, ...]  # canonical, ascending
@@ -46,7 +46,7 @@ NOTES = ("model", "draftsmith_version", "parity")
 
 def identity(facts: TargetFacts) -> dict[str, Any]:
     """The manifest's fields that say which target it is: what a consumer expects of a store at the least."""
-    names = ("revision", "config_sha256", "weights_sha256", "quantization", "tokenizer_sha256", "template_sha256")
+    names = ("revision", "config_sha256", "weights_sha256", "quantization", "tokenizer_sha256")
     return {name: getattr(facts, name) for name in (*names, "num_hidden_layers", "hidden_size")}
 
 

@@ -19,7 +19,7 @@ import re
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from io import FileIO
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -143,8 +143,7 @@ class StoreWriter:
             id: length for entry in entries for id, length in zip(entry.sample_ids, entry.lengths, strict=True)
         }
         self._next_number = 1 + max((_shard_number(entry.shard) for entry in entries), default=-1)
-        self._pending: list[Features] = []
-        self._pending_ids: set[str] = set()
+        self._pending: dict[str, _Encoded] = {}
 
     @classmethod
     @contextmanager
@@ -187,9 +186,8 @@ class StoreWriter:
         """
         for sample in samples:
             self._refuse_misfit(sample)
-            self._pending.append(sample)
-            self._pending_ids.add(sample.id)
-        if self._pending_bytes() < self.shard_bytes:
+            self._pending[sample.id] = _Encoded(sample.domain, sample.split, _encode(sample, self.manifest.codec))
+        if sum(encoded.bytes for encoded in self._pending.values()) < self.shard_bytes:
             return False
         self.flush()
         return True
@@ -200,24 +198,16 @@ class StoreWriter:
             return
         name = f"shard-{self._next_number:05d}.safetensors"
         with self._writing(name):
-            entry = _write_shard(self.folder / name, self._pending, self.manifest.codec)
+            entry = _write_shard(self.folder / name, self._pending)
             append_entry(self.folder, entry)
         self.committed.update(zip(entry.sample_ids, entry.lengths, strict=True))
         self._next_number += 1
-        self._pending, self._pending_ids = [], set()
-
-    def _pending_bytes(self) -> int:
-        return predict_bytes(
-            (len(sample.input_ids) for sample in self._pending),
-            aux_layers=len(self.manifest.aux_layer_ids),
-            hidden_size=self.manifest.hidden_size,
-            codec=self.manifest.codec,
-        )
+        self._pending = {}
 
     def _refuse_misfit(self, sample: Features) -> None:
         found = {name: getattr(sample, name) for name in ("input_ids", "loss_mask", "aux", "last")}
         problem = _misfit(found, len(sample.input_ids), self.manifest)
-        if sample.id in self.committed or sample.id in self._pending_ids:
+        if sample.id in self.committed or sample.id in self._pending:
             problem = "is in the store already"
         if problem:
             raise StoreError(problem, where=f"{self.folder}, sample {sample.id}")
@@ -226,26 +216,42 @@ class StoreWriter:
         return _file_system(self.folder, f"{name} cannot be written", safe=len(self.committed))
 
 
-def _write_shard(path: Path, samples: Sequence[Features], codec: str) -> Entry:
-    """Write a shard so that it is on disk under its name, and return its line for the ledger."""
-    lengths = [len(sample.input_ids) for sample in samples]
-    tensors = {
-        "input_ids": torch.cat([sample.input_ids for sample in samples]).int(),
-        "loss_mask": torch.cat([sample.loss_mask for sample in samples]).to(torch.uint8),
-        "offsets": torch.tensor(list(accumulate(lengths, initial=0))),
-    }
+@dataclass(frozen=True)
+class _Encoded:
+    """A sample as it goes into a shard."""
+
+    domain: str
+    split: str
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def _encode(sample: Features, codec: str) -> dict[str, torch.Tensor]:
+    tensors = {"input_ids": sample.input_ids.int(), "loss_mask": sample.loss_mask.to(torch.uint8)}
     for name in ("aux", "last"):
-        for part, values in CODECS[codec].encode(torch.cat([getattr(sample, name) for sample in samples])).items():
-            tensors[f"{name}.{part}" if part else name] = values.contiguous()
+        for part, values in CODECS[codec].encode(getattr(sample, name)).items():
+            tensors[f"{name}.{part}" if part else name] = values
+    return tensors
+
+
+def _write_shard(path: Path, samples: dict[str, _Encoded]) -> Entry:
+    """Write a shard so that it is on disk under its name, and return its line for the ledger."""
+    columns = [encoded.tensors for encoded in samples.values()]
+    lengths = [len(tensors["input_ids"]) for tensors in columns]
+    tensors = {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
+    tensors["offsets"] = torch.tensor(list(accumulate(lengths, initial=0)))
     with atomic_path(path) as aside:
         save_file(tensors, aside)
         return Entry(
             shard=path.name,
             bytes=aside.stat().st_size,
             blake2b=_digest(aside),
-            sample_ids=[sample.id for sample in samples],
-            domains=[sample.domain for sample in samples],
-            splits=[sample.split for sample in samples],
+            sample_ids=list(samples),
+            domains=[encoded.domain for encoded in samples.values()],
+            splits=[encoded.split for encoded in samples.values()],
             lengths=lengths,
         )
 
