@@ -30,6 +30,7 @@ def graceful_stop() -> Iterator[None]:
     try:
         yield
     finally:
+        _requested = False
         for number, handler in before.items():
             signal.signal(number, handler)
 

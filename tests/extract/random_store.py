@@ -68,3 +68,8 @@ def assert_same(ours: Features, theirs: Features) -> None:
         a, b = getattr(ours, name), getattr(theirs, name)
         assert a.dtype == b.dtype, name
         assert torch.equal(a, b), name
+
+
+def largest_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Of all vectors, the largest error relative to the vector's length."""
+    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
