@@ -325,3 +325,10 @@ def test_code_that_is_named_and_not_there_is_told(tmp_path: Path) -> None:
     )
     detail = judge_folder(folder)["remote code"].detail
     assert "names configuration_x.py, which the folder lacks" in detail
+
+
+def test_code_that_the_recipe_trusts_is_no_warning(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", auto_map={"AutoConfig": "configuration_x.XConfig"})
+    (folder / "configuration_x.py").touch()
+    assert judge_folder(folder)["remote code"].status == "warn"
+    assert judge_folder(folder, code_trusted=True)["remote code"].status == "ok"

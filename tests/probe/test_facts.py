@@ -256,7 +256,7 @@ def test_kinds_of_layers_are_counted(config: dict[str, Any], kinds: dict[str, in
             {"rope_type": "yarn", "factor": 4},
             {},
         ),
-        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e4}}, 5e4, None, {}),
+        ({"rope_theta": 1e4, "rope_scaling": {"factor": 2}, "rope_parameters": {"rope_theta": 5e4}}, 5e4, None, {}),
         ({"rope_parameters": None, "rope_theta": 3e4}, 3e4, None, {}),
         ({"rotary_emb_base": 10000, "rotary_pct": 0.25}, 1e4, None, {"partial_rotary_factor": 0.25}),
         ({"rope_theta": 5e6, "rotary_dim": 2}, 5e6, None, {"partial_rotary_factor": 0.5}),
@@ -270,8 +270,8 @@ def test_kinds_of_layers_are_counted(config: dict[str, Any], kinds: dict[str, in
         (
             {
                 "rope_parameters": {
-                    "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8},
                     "sliding_attention": {"rope_theta": 1e4},
+                    "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8},
                 }
             },
             1e6,
@@ -325,6 +325,7 @@ def test_dense_tensors_are_found_under_the_names_models_give_them(embedding: str
         "talker.lm_head.weight": ("BF16", [32, 8]),
         "model.layers.8.embed_tokens.weight": ("BF16", [32, 8]),
         "mm_projector.pre_norm.weight": ("BF16", [8]),
+        "other.norm.weight": ("BF16", [8]),
         "model.embed_tokens_per_layer.weight": ("BF16", [64, 8]),
         embedding: ("BF16", [32, 8]),
         head: ("BF16", [32, 8]),
@@ -350,6 +351,17 @@ def test_tied_or_not_the_head_resolves_wherever_it_can(
 ) -> None:
     folder = write_model(tmp_path / "model", {**EMBEDDING, **NORM, **LAYERS, **head}, tie_word_embeddings=tied)
     assert read_facts(str(folder)).lm_head_key == expected
+
+
+@pytest.mark.parametrize("head", [{}, HEAD])
+def test_weights_decide_where_wrapper_and_text_model_contradict_each_other(head: Tensors) -> None:
+    tensors = {**EMBEDDING, **NORM, **head}
+    for inner, outer in ((True, False), (False, True)):
+        config = {"tie_word_embeddings": outer, "text_config": {**INNER, "tie_word_embeddings": inner}}
+        facts = facts_of(config, tensors)
+        assert facts.lm_head_key == ("lm_head.weight" if head else "model.embed_tokens.weight")
+        assert facts.tie_word_embeddings == (not head)
+        assert "tie_word_embeddings" in facts.derived
 
 
 def test_the_heads_dtype_comes_from_the_file(tmp_path: Path) -> None:

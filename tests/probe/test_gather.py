@@ -237,6 +237,8 @@ def test_a_token_called_vocab_does_not_mislead(tmp_path: Path) -> None:
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert gather(str(folder))["tokenizer_size"] == 10
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"added_tokens": 4, "a": 5}}}))
+    assert gather(str(folder))["tokenizer_size"] == 6
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,8 @@ def _judge(recipe: Recipe, evidence: dict[str, Any], *, weights_needed: bool) ->
     chosen = recipe.extract.aux_layer_ids
     if chosen is not None and facts.num_hidden_layers is not None:
         facts = replace(facts, aux_layer_ids=validate_layer_ids(chosen, facts.num_hidden_layers))
-    checks = check_target(facts, evidence, weights_needed=weights_needed)
+    trusted = recipe.target.trust_remote_code
+    checks = check_target(facts, evidence, weights_needed=weights_needed, code_trusted=trusted)
     if recipe.probe.engine == "vllm":
         checks += check_engine(facts, evidence)
     return facts, checks + check_budget(facts, evidence=evidence, recipe=recipe)

@@ -34,11 +34,14 @@ class Check:
         return dataclasses.asdict(self)
 
 
-def check_target(facts: TargetFacts, evidence: dict[str, Any], *, weights_needed: bool = False) -> list[Check]:
+def check_target(
+    facts: TargetFacts, evidence: dict[str, Any], *, weights_needed: bool = False, code_trusted: bool = False
+) -> list[Check]:
     """Verdicts on configuration, weights, tokenizer and shape, in the order in which they matter.
 
     Args:
         weights_needed: the work that follows reads the weights, so that they must be on this machine.
+        code_trusted: `target.trust_remote_code`.
     """
     return [
         _configuration(facts, evidence),
@@ -52,7 +55,7 @@ def check_target(facts: TargetFacts, evidence: dict[str, Any], *, weights_needed
         _rope(facts, evidence),
         *_layer_types(facts),
         _quantization(facts, evidence),
-        *_remote_code(facts, evidence),
+        *_remote_code(facts, evidence, code_trusted),
         *_other_files(evidence),
     ]
 
@@ -316,19 +319,20 @@ def describe_quantization(quantization: dict[str, Any]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
-def _remote_code(facts: TargetFacts, evidence: dict[str, Any]) -> list[Check]:
+def _remote_code(facts: TargetFacts, evidence: dict[str, Any], trusted: bool) -> list[Check]:
     """Code is named, never run: all facts come from JSON. An exported draft carries no auto_map."""
     named = {**(facts.auto_map or {}), **(evidence.get("tokenizer_auto_map") or {})}
-    values = [part for value in named.values() for part in (value if isinstance(value, list) else [value]) if part]
-    files = sorted({f"{value.partition('.')[0]}.py" for value in values if "--" not in value})
     if not named:
         return []
+    classes = [part for value in named.values() for part in (value if isinstance(value, list) else [value]) if part]
+    files = sorted({f"{name.partition('.')[0]}.py" for name in classes if "--" not in name})
     absent = sorted(set(files) - set(evidence.get("python_files") or ()))
     hint = "set target.trust_remote_code=true after reading it, unless transformers and the engine know the model"
-    told = f"the folder brings {', '.join(files)} for {', '.join(sorted(named))}; nothing of it was run"
     if absent:
-        return [Check("remote code", "warn", f"config.json names {', '.join(absent)}, which the folder lacks", hint)]
-    return [Check("remote code", "warn", told, hint)]
+        return [Check("remote code", "warn", f"auto_map names {', '.join(absent)}, which the folder lacks", hint)]
+    brought = ", ".join(files) or "code of another repository"
+    detail = f"the folder brings {brought} for {', '.join(sorted(named))}; the probe ran nothing of it"
+    return [Check("remote code", "ok" if trusted else "warn", detail, hint)]
 
 
 def _other_files(evidence: dict[str, Any]) -> list[Check]:

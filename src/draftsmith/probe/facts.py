@@ -10,7 +10,7 @@ from draftsmith.errors import TargetError, TargetNotFoundError
 from draftsmith.layers import default_aux_layer_ids
 from draftsmith.probe.hub import read_evidence
 from draftsmith.probe.rope import read_rope
-from draftsmith.probe.tensors import Keys, find_keys
+from draftsmith.probe.tensors import Keys, find_keys, stored_head
 from draftsmith.records import TargetFacts
 
 # Where wrappers of several modalities keep the text model's configuration; one may hold another.
@@ -76,7 +76,7 @@ def facts_from_evidence(evidence: dict[str, Any]) -> TargetFacts:
     reading = _Reading(_config(evidence))
     tensors = evidence.get("tensors") or {}
     vocab_size = reading.count("vocab_size", "n_vocab", "padded_vocab_size")
-    tied = reading.fact("tie_word_embeddings")
+    tied = _tied(reading, tensors)
     keys = find_keys(tensors, vocab_size, tied) if tensors else Keys(None, None, None, {})
     rows, width = tensors[keys.embedding]["shape"] if keys.embedding else (None, None)
     hidden_size = reading.count("hidden_size", "n_embd", "d_model", "dim") or reading.derive("hidden_size", width)
@@ -159,6 +159,15 @@ def _config(evidence: dict[str, Any]) -> dict[str, Any]:
         where=evidence["path"],
         hint="a model folder holds config.json, safetensors files and a tokenizer; `git lfs pull` fetches pointers",
     )
+
+
+def _tied(reading: _Reading, tensors: dict[str, Any]) -> bool | None:
+    """`tie_word_embeddings`; where a wrapper and its text model contradict each other, the weights decide."""
+    said = {place.get("tie_word_embeddings") for place in (reading.inner, reading.outer)}
+    if tensors and {True, False} <= said:
+        reading.derived.append("tie_word_embeddings")
+        return stored_head(tensors) is None
+    return reading.fact("tie_word_embeddings")
 
 
 def _attention(reading: _Reading, tensors: dict[str, Any], hidden_size: int | None) -> dict[str, Any]:

@@ -167,8 +167,8 @@ def _vocabulary(root: str, settings: dict[str, Any]) -> tuple[int, dict[str, int
         added.update({entry["content"]: entry["id"] for entry in entries or ()})
         vocabulary = _value_in(text, r'"vocab"\s*:\s*(?=[\[{])')
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
-        largest = max(ids, default=-1)
-    except (OSError, ValueError):
+        largest = int(max(ids, default=-1))
+    except (OSError, ValueError, KeyError, TypeError):
         largest = _vocabulary_without_tokenizer_json(root)
     return max([largest, *added.values()]) if largest >= 0 else -1, added
 
@@ -201,7 +201,8 @@ def _weights(root: str, problems: list[dict[str, str]]) -> dict[str, Any]:
     indices = _names(root, "*.safetensors.index.json")
     index_name = "model.safetensors.index.json" if "model.safetensors.index.json" in indices else "".join(indices[:1])
     index = (_read_json(root, index_name, problems) if index_name else None) or {}
-    placed = index.get("weight_map") or {}  # tensor -> file
+    placed = index.get("weight_map")  # tensor -> file
+    placed = placed if isinstance(placed, dict) else {}
     names = sorted(set(placed.values())) or _loose_shards(root)
     if not names:
         others = _names(root, "*.bin") + _names(root, "*.gguf") + _names(root, "*.pt*")
@@ -227,7 +228,7 @@ def _weights(root: str, problems: list[dict[str, str]]) -> dict[str, Any]:
     return {
         "index_file": index_name or None,
         "shards": shards,
-        "declared_bytes": (index.get("metadata") or {}).get("total_size"),
+        "declared_bytes": int((index.get("metadata") or {}).get("total_size") or 0) or None,
         "weights_sha256": identity.hexdigest() if whole else None,
         **summarize(headers),
     }
