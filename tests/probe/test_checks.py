@@ -126,11 +126,11 @@ def test_each_kind_of_damage_has_its_own_remedy(tmp_path: Path) -> None:
 
 
 def test_weights_on_the_hub_warn_a_reader_and_stop_a_run(tmp_path: Path) -> None:
-    evidence = {**read_evidence(str(write_model(tmp_path / "model"))), "weights_at": "hub"}
+    evidence = {**read_evidence(str(write_model(tmp_path / "model"))), "weights_at": "hub", "hub_id": "acme/tiny"}
     assert judge(evidence)["weights"].status == "warn"
     check = judge(evidence, weights_needed=True)["weights"]
     assert check.status == "fail"
-    assert "hf download" in (check.hint or "")
+    assert "hf download acme/tiny" in (check.hint or "")
 
 
 def test_a_damaged_side_file_fails_by_name(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
 # Layers whose state is not a cache of keys and values.
 RECURRENT = ("linear_attention", "mamba", "recurrent", "conv", "kda", "gated_deltanet")
 TENSOR_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-WEIGHT_PROBLEMS = ("no_weights", "lost_tensors", "bad_header", "lfs_pointer", "unreadable")
 
 
 @dataclass(frozen=True)
@@ -117,9 +116,9 @@ def _of_decoder(stack: str, facts: TargetFacts) -> bool:
 
 
 def _weights(facts: TargetFacts, evidence: dict[str, Any], needed: bool) -> Check:
-    problems = [p for p in evidence["problems"] if p["kind"].endswith("_shard") or p["kind"] in WEIGHT_PROBLEMS]
-    problems = [p for p in problems if not p["file"].endswith(".json") or p["kind"] == "lost_tensors"]
-    files = f" in {facts.weight_files} files" if facts.weight_files else ""
+    problems = [problem for problem in evidence["problems"] if not _of_other_file(problem)]
+    count = facts.weight_files
+    files = f" in {count} file{'s' if count > 1 else ''}" if count else ""
     size = f"{facts.weight_bytes / 1e9:,.1f} GB{files}" if facts.weight_bytes else "size not known"
     if problems:
         shown = "; ".join(f"{problem['file']} {problem['detail']}" for problem in problems[:3])
@@ -127,7 +126,7 @@ def _weights(facts: TargetFacts, evidence: dict[str, Any], needed: bool) -> Chec
         return Check("weights", "fail", shown + more, _weight_remedy(problems[0]["kind"]))
     if evidence.get("weights_at") == "hub":
         detail = f"{size}, on the hub and not on this machine"
-        hint = f"`hf download` them first: revision {facts.revision}"
+        hint = f"`hf download {evidence['hub_id']} --revision {facts.revision}`"
         return Check("weights", "fail" if needed else "warn", detail, hint)
     return Check("weights", "ok", f"{size}, each as long as its header says")
 
@@ -336,8 +335,13 @@ def _remote_code(facts: TargetFacts, evidence: dict[str, Any], trusted: bool) ->
 
 
 def _other_files(evidence: dict[str, Any]) -> list[Check]:
-    damaged = [p for p in evidence["problems"] if p["file"].endswith(".json") and p["kind"] != "lost_tensors"]
+    damaged = [problem for problem in evidence["problems"] if _of_other_file(problem)]
     if not damaged:
         return []
     detail = "; ".join(f"{problem['file']} {problem['detail']}" for problem in damaged)
     return [Check("other files", "fail", detail, "download the named files again")]
+
+
+def _of_other_file(problem: dict[str, str]) -> bool:
+    """A damaged JSON file, which only where an index and its files disagree concerns the weights."""
+    return problem["file"].endswith(".json") and problem["kind"] != "lost_tensors"

@@ -19,7 +19,8 @@ _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 def read_evidence(model: str, *, revision: str | None = None) -> dict[str, Any]:
     """What `gather` finds in a folder, or in the hub's cached files of an id; the rest is asked of the hub.
 
-    Adds `revision`, the commit of a hub model, and `weights_at`: "here", or "hub" where only their headers were read.
+    Adds `weights_at`: "here", or "hub" where only their headers were read; and of a hub model `hub_id` and `revision`,
+    which is its commit.
 
     Raises:
         TargetNotFoundError: no such hub id or revision, or no right to read it, or no network.
@@ -29,7 +30,7 @@ def read_evidence(model: str, *, revision: str | None = None) -> dict[str, Any]:
     if folder.exists() or not _HUB_ID.match(model):
         if revision is not None:
             raise RequestError("a folder has no revisions", where=model, hint="leave it out, or give a hub id")
-        return {**gather(model), "revision": None, "weights_at": "here"}
+        return {**gather(model), "weights_at": "here"}
     return _from_hub(model, revision)
 
 
@@ -38,11 +39,11 @@ def _from_hub(model: str, revision: str | None) -> dict[str, Any]:
 
     cached = try_to_load_from_cache(model, "config.json", revision=revision)
     if isinstance(cached, str):
-        evidence = _gather_snapshot(Path(cached).parent)
+        evidence = _gather_snapshot(model, Path(cached).parent)
         if _has_weights(evidence):
             return evidence
     api = HfApi()
-    evidence = _gather_snapshot(_fetch(api, model, revision))
+    evidence = _gather_snapshot(model, _fetch(api, model, revision))
     return evidence if _has_weights(evidence) else _with_remote_headers(evidence, api, model)
 
 
@@ -51,9 +52,9 @@ def _has_weights(evidence: dict[str, Any]) -> bool:
     return any(shard["bytes"] for shard in evidence["shards"])
 
 
-def _gather_snapshot(folder: Path) -> dict[str, Any]:
+def _gather_snapshot(model: str, folder: Path) -> dict[str, Any]:
     """Snapshots of the cache are named by their commit."""
-    return {**gather(str(folder)), "revision": folder.name, "weights_at": "here"}
+    return {**gather(str(folder)), "hub_id": model, "revision": folder.name, "weights_at": "here"}
 
 
 def _fetch(api: HfApi, model: str, revision: str | None) -> Path:
