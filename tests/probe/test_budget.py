@@ -37,6 +37,7 @@ from draftsmith.probe.budget import (
 )
 from draftsmith.probe.checks import Check
 from draftsmith.probe.facts import facts_from_evidence, read_facts
+from draftsmith.probe.machine import inspect_machine
 from draftsmith.recipe import Probe, Recipe, Train
 from draftsmith.records import Batch, Sample, TargetFacts
 from draftsmith.rundir import RunPaths
@@ -161,6 +162,25 @@ def test_devices_that_the_recipe_names_are_planned_for_and_others_are_found() ->
     assert plan_devices(Probe(gpus=2), NODE).count == 2
     planned = plan_devices(Probe(gpus=8, gpu_memory_gib=141), LAPTOP)
     assert (planned.count, planned.memory_bytes, planned.is_cpu) == (8, 141 * GIB, False)
+
+
+@pytest.mark.parametrize(
+    ("body", "gpus"),
+    [
+        ("echo 'NVIDIA H200, 143771'\necho 'NVIDIA A10, Laptop, 23028'", [H200, ("NVIDIA A10, Laptop", 23028)]),
+        ("echo 'NVIDIA GB10, [N/A]'", []),
+        ("echo 'has failed because it could not communicate with the NVIDIA driver'\nexit 9", []),
+    ],
+)
+def test_devices_are_those_that_nvidia_smi_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, gpus: list[Any]
+) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\n{body}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    expected = [g if isinstance(g, dict) else {"name": g[0], "memory_bytes": g[1] * 2**20} for g in gpus]
+    assert inspect_machine()["gpus"] == expected
 
 
 def test_memory_that_is_not_known_is_said_to_be(tmp_path: Path) -> None:

@@ -158,9 +158,11 @@ def test_without_an_engine_the_extra_and_its_range_are_named() -> None:
     assert "vllm>=0.24" in str(check.hint)
 
 
-def test_the_inspection_stands_alone_and_a_folder_named_vllm_is_no_engine(tmp_path: Path) -> None:
-    """Isolated from every installed package, as on a machine that has none of ours; in a clone of vLLM's repository."""
-    (tmp_path / "vllm" / "vllm").mkdir(parents=True)
+@pytest.mark.parametrize("other", ["vllm/vllm/__init__.py", "vllm.py"])  # a clone of the repository, a script
+def test_the_inspection_stands_alone_and_takes_no_other_vllm_for_the_engine(tmp_path: Path, other: str) -> None:
+    """Isolated from every installed package, as on a machine that has none of ours."""
+    (tmp_path / other).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / other).touch()
     code = f"""
     import sys
     sys.path.insert(0, "")
@@ -255,14 +257,17 @@ BASE = """
 """
 
 
-def describe(tmp_path: Path, module: str, name: str, text_type: str | None = None, platform: str = "cuda") -> dict:
-    """A model written as `module` beside the llama above."""
-    models = tmp_path / "vllm" / "model_executor" / "models"
-    models.mkdir(parents=True)
+def describe(
+    tmp_path: Path, module: str | dict[str, str], name: str, text_type: str | None = None, platform: str = "cuda"
+) -> dict:
+    """A model written as `module`, or as the files of a package, beside the llama above."""
     registry = {"LlamaForCausalLM": ("llama", "LlamaForCausalLM"), name: ("tested", name)}
-    (models / "registry.py").write_text(f"_TEXT_GENERATION_MODELS = {registry!r}\n")
-    for file, text in {"interfaces.py": INTERFACES, "llama.py": BASE, "tested.py": module}.items():
-        (models / file).write_text(textwrap.dedent(text))
+    files = {"registry.py": f"_TEXT_GENERATION_MODELS = {registry!r}", "interfaces.py": INTERFACES, "llama.py": BASE}
+    files |= module if isinstance(module, dict) else {"tested.py": module}
+    for file, text in files.items():
+        path = tmp_path / "vllm" / "model_executor" / "models" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
     return describe_architecture(Source(tmp_path / "vllm", platform), name, text_type)
 
 
@@ -327,12 +332,14 @@ def test_a_text_model_that_was_not_found_leaves_support_open(tmp_path: Path) -> 
 
 
 def test_each_platform_has_its_own_branch(tmp_path: Path) -> None:
-    module = """
+    entry = """
         if current_platform.is_cpu():
-            from .llama import LlamaForCausalLM as OwnForCausalLM
+            from .cpu.model import OwnForCausalLM
         else:
-            from .elsewhere import OwnForCausalLM
+            from .nvidia.model import OwnForCausalLM
     """
+    cpu_model = "from ...llama import LlamaForCausalLM as OwnForCausalLM"
+    module = {"tested/__init__.py": entry, "tested/cpu/model.py": cpu_model, "tested/nvidia/model.py": ""}
     cpu = describe(tmp_path / "cpu", module, "OwnForCausalLM", platform="cpu")
     assert layers_of(cpu) == ["Layer(positions, hidden_states, residual)"]
     assert describe(tmp_path / "cuda", module, "OwnForCausalLM", platform="cuda")["decoder_layers"] == []

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,9 +134,28 @@ def test_another_machine_tells_of_a_model_what_this_one_would(ssh: Path, model: 
 
 
 @needs_sshd
-def test_the_engine_of_the_other_machine_is_inspected_there(ssh: Path, model: Path) -> None:
-    there = gather_over_ssh("plain", str(model))
-    assert there["engine"] == inspect_engine("LlamaForCausalLM", "llama")
+def test_the_engine_of_the_other_machine_is_inspected_there(ssh: Path, tmp_path: Path) -> None:
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mistral"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    there = gather_over_ssh("plain", str(tmp_path))
+    assert there["engine"] == inspect_engine("Mistral3ForConditionalGeneration", "mistral")
+
+
+@needs_sshd
+def test_the_command_reports_the_same_of_a_model_there_as_here(ssh: Path, model: Path, tmp_path: Path) -> None:
+    moved = model.rename(tmp_path / "it's a model")
+
+    def report(*arguments: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "draftsmith", "probe", *arguments, "--json"]
+        return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    here, there, by_option = report(str(moved)), report(f"banner:{moved}"), report(str(moved), "--ssh", "plain")
+    assert there["facts"] == here["facts"] | {"path": f"banner:{moved}"}
+    assert by_option["facts"] == here["facts"] | {"path": f"plain:{moved}"}
+    changing = "store size"  # says how much is free
+    checks = [[check for check in one["checks"] if check["name"] != changing] for one in (here, there, by_option)]
+    assert checks[0] == checks[1] == checks[2]
+    assert here["verdict"] == there["verdict"]
 
 
 @needs_sshd

@@ -330,10 +330,13 @@ def _check_trainer(draft: DraftConfig, recipe: Recipe, devices: Devices) -> Chec
         f"{size(weights)} of weights and optimizer, at most {size(kept)} for the backward pass of "
         f"{train.batch_tokens:,} tokens; assuming documents of {document_tokens:,} tokens and every token supervised"
     )
-    if devices.memory_bytes is None or weights + kept <= USABLE_MEMORY * devices.memory_bytes:
+    if devices.memory_bytes is None:
+        return Check("trainer memory", "ok", detail)
+    detail += f"; of {size(devices.memory_bytes)} ({devices.name})"
+    if weights + kept <= USABLE_MEMORY * devices.memory_bytes:
         return Check("trainer memory", "ok", detail)
     hint = "lower train.batch_tokens, prepare.max_length_tokens or prepare.draft_vocab_size"
-    return Check("trainer memory", "warn", f"{detail}; {devices.name} has {size(devices.memory_bytes)}", hint)
+    return Check("trainer memory", "warn", detail, hint)
 
 
 def _speed(devices: Devices) -> str:

@@ -12,6 +12,7 @@ from draftsmith.probe.engine_source import inspect_engine
 from draftsmith.records import TargetFacts
 
 WITHOUT_ENGINE = "set probe.engine=transformers to go on without vLLM, with extract.engine=transformers"
+COMPARE = "compare a few samples with extract.engine=transformers before extracting with vLLM"
 
 
 def check_engine(facts: TargetFacts, evidence: dict[str, Any] | None = None) -> list[Check]:
@@ -53,13 +54,12 @@ def _check_version(name: str, found: dict[str, Any], wanted: Requirement, instal
     if not found["extract_hidden_states"]:
         detail = f"{name} has no speculative method extract_hidden_states, which extraction with vLLM uses"
         return Check("engine", "fail", detail, f"{install}; or {WITHOUT_ENGINE}")
-    runners = " and ".join(found["layer_id_runners"])
+    runners = found["layer_id_runners"]
     if not runners:
         detail = f"{name}: no model runner was found to read layer ids from the root of a draft's configuration"
         return Check("engine", "warn", detail, "compare the acceptance that serving reports with the offline estimate")
-    return Check(
-        "engine", "ok", f"{name}, captures by extract_hidden_states; model runner {runners} reads our layer ids"
-    )
+    detail = f"{name}; captures by extract_hidden_states, reads layer ids in model runner {'/'.join(runners)}"
+    return Check("engine", "ok", detail)
 
 
 def _check_architecture(name: str, facts: TargetFacts, found: dict[str, Any]) -> Check:
@@ -78,9 +78,9 @@ def _check_architecture(name: str, facts: TargetFacts, found: dict[str, Any]) ->
     if found["transformers_backend"]:
         detail = f"{asked} runs through the model code of transformers ({found['class']})"
     elif found["text_class"] not in (None, found["class"]):
-        detail = f"{asked} is {found['class']} around {found['text_class']}"
+        detail = f"{asked} runs as {found['class']} around {found['text_class']}"
     else:
-        detail = f"{asked} is {found['class']}"
+        detail = f"{asked} runs as {found['class']}"
     return Check("engine architecture", "ok", detail)
 
 
@@ -91,11 +91,11 @@ def _check_layers(found: dict[str, Any]) -> Check:
         return Check("engine decoder layer", "ok", "transformers' own; states are captured by hooks on its layers")
     if not layers:
         detail = f"which decoder layer {found['class']} builds could not be read from its source"
-        return Check("engine decoder layer", "warn", detail, "rehearse before extracting")
+        return Check("engine decoder layer", "warn", detail, COMPARE)
     strange = [layer["class"] for layer in layers if "hidden_states" not in layer["parameters"]]
     if strange:
         detail = f"{', '.join(strange)} has no parameter hidden_states: {called}"
-        return Check("engine decoder layer", "warn", detail, "its residual stream is not known; rehearse first")
+        return Check("engine decoder layer", "warn", detail, COMPARE)
     return Check("engine decoder layer", "ok", called)
 
 

@@ -40,11 +40,11 @@ def inspect_engine(architecture: str | None, text_model_type: str | None = None)
 
     Returns:
         JSON values: `distribution`, `version`, `extract_hidden_states` (has the method), `layer_id_runners` (model
-        runners that read layer ids from the root of the draft's configuration), `registered` (None if the
-        registry was not understood), `supported_until` (last version that knew an architecture no longer supported);
-        and where `registered`: `module`, `class`,
-        `text_class`, `transformers_backend`, `decoder_layers` (of each class that is built: `module`, `class`,
-        `parameters` and `signature` of its forward, without self), `embedding_method`, `supports_eagle3`.
+        runners that read layer ids from the root of a draft's configuration), `registered` (None if the registry was
+        not understood), `supported_until` (last version that knew an architecture no longer supported). And where
+        `registered`: `module`, `class`, `text_class`, `transformers_backend`, `decoder_layers` (of each class that is
+        built: `module`, `class`, `parameters` and `signature` of its forward, without self), `embedding_method`,
+        `supports_eagle3` (None if not found out).
     """
     installed = find_engine()
     if installed is None:
@@ -66,14 +66,15 @@ def inspect_engine(architecture: str | None, text_model_type: str | None = None)
 def find_engine() -> tuple[Path, str, str] | None:
     """Package folder, distribution and version of the installed vLLM."""
     spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:  # no origin: some folder that happens to be called vllm
+    origin = Path(spec.origin) if spec is not None and spec.origin else None
+    if origin is None or origin.name != "__init__.py":  # a folder or a script that happens to be called vllm
         return None
     for distribution in DISTRIBUTIONS:
         try:
-            return Path(spec.origin).parent, distribution, importlib.metadata.version(distribution)
+            return origin.parent, distribution, importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return Path(spec.origin).parent, "vllm", "unknown"
+    return origin.parent, "vllm", "unknown"
 
 
 def describe_architecture(source: Source, architecture: str | None, text_model_type: str | None) -> dict[str, Any]:
@@ -181,11 +182,16 @@ class Source:
 
     def mro(self, cls: Class) -> list[Class]:
         """The class and its bases, depth first: enough to look methods up."""
-        order = [cls]
-        for base in cls.node.bases:
-            name = base.value if isinstance(base, ast.Subscript) else base
-            found = self.find_class(cls.module, name.id) if isinstance(name, ast.Name) else None
-            order += [c for c in self.mro(found) if c not in order] if found else []
+        order: list[Class] = []
+        waiting: list[Class | None] = [cls]
+        while waiting:
+            owner = waiting.pop(0)
+            if owner is None or owner in order:
+                continue
+            order.append(owner)
+            bases = [base.value if isinstance(base, ast.Subscript) else base for base in owner.node.bases]
+            named = [base.id for base in bases if isinstance(base, ast.Name)]
+            waiting[:0] = [self.find_class(owner.module, name) for name in named]
         return order
 
 
@@ -245,6 +251,7 @@ class Scope:
     attributes: dict[str, list[Class]] = field(default_factory=dict)
     children: list[tuple[str, Class, dict[str, list[Class]]]] = field(default_factory=list)
     layers: list[Class] = field(default_factory=list)
+    depth: int = 0  # of calls of methods by methods
 
 
 class Builder:
@@ -277,9 +284,9 @@ class Builder:
         order = order[order.index(after) + 1 :] if after in order else order
         owner = next((c for c in order if c.method(name)), None)
         method = owner.method(name) if owner else None
-        if owner is None or method is None:
+        if owner is None or method is None or scope.depth == MAX_DEPTH:
             return
-        inner = Scope(scope.cls, owner, {}, {}, scope.attributes, scope.children, scope.layers)
+        inner = Scope(scope.cls, owner, {}, {}, scope.attributes, scope.children, scope.layers, scope.depth + 1)
         inner.env.update(self.defaults(method, inner))
         inner.env.update({key: value for key, value in arguments.items() if value})
         for statement in self.source.flatten(method.body):
@@ -382,9 +389,8 @@ class Builder:
         found = self.source.find(scope.owner.module, name)
         if found and isinstance(found[1], ast.ClassDef):
             return [Class(found[0], found[1])]
-        if found and isinstance(found[1], ast.Dict | ast.Name):
-            where = Class(found[0], scope.owner.node)
-            return self.values(found[1], Scope(scope.cls, where))
+        if found and isinstance(found[1], ast.Dict):  # whose names are those of its own module
+            return self.values(found[1], Scope(scope.cls, Class(found[0], scope.owner.node)))
         return []
 
     def class_attribute(self, name: str, scope: Scope) -> list[Class]:
@@ -427,7 +433,7 @@ def supports_eagle3(
     """Whether the engine can take auxiliary states from the model; None if its text model was not found.
 
     It asks the class for the interface SupportsEagle3, whose default method asks the class that holds the layers for
-    EagleModelMixin (`model_executor/models/interfaces.py`); before 0.13 each class had a method of its own.
+    EagleModelMixin (`model_executor/models/interfaces.py`); some classes have a method of their own instead.
     """
     order = source.mro(outer) if outer else []
     if not any(c.node.name == "SupportsEagle3" or c.attribute("supports_eagle3") is not None for c in order):
