@@ -14,8 +14,7 @@ from draftsmith.errors import DraftsmithError, Interrupted, MissingInputError, S
 from draftsmith.recipe import Recipe
 from draftsmith.rundir import INPUTS, STAGES, RunPaths, append_event, hash_file, hash_json, write_json
 
-# Found again at every run: the report of a stage that was done says nothing about the world of today.
-ALWAYS = ("serve", "report")
+ALWAYS = ("serve",)  # a command line costs nothing to find again
 
 
 def run_all(recipe: Recipe, *, redo: bool = False) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from typing import Any
 
 from draftsmith.errors import MissingInputError
 
-STAGES = ("probe", "prepare", "extract", "train", "evaluate", "export", "serve", "report")
+STAGES = ("probe", "prepare", "extract", "train", "evaluate", "export", "serve")
 
 # What each stage reads of the earlier ones. The target itself reaches every stage through the probe.
 INPUTS: dict[str, tuple[str, ...]] = {
@@ -37,7 +37,6 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "evaluate": ("probe", "prepare", "extract", "train"),
     "export": ("probe", "prepare", "train"),
     "serve": ("probe", "export"),
-    "report": ("probe",),
 }
 
 
