@@ -423,7 +423,10 @@ def read_elsewhere(cache: Path, model: str, revision: str | None = None, **envir
 
 
 def test_a_cached_hub_model_needs_no_network(hub_cache: Path) -> None:
-    facts = read_elsewhere(hub_cache, "acme/tiny", HF_HUB_OFFLINE="1")
+    assert "error" not in read_elsewhere(hub_cache, "acme/tiny", HF_HUB_OFFLINE="1")
+    with serve_hub(hub_cache) as (endpoint, sent):
+        facts = read_elsewhere(hub_cache, "acme/tiny", HF_ENDPOINT=endpoint)
+    assert sent == []
     assert facts["revision"] == COMMIT
     assert Path(facts["path"]).is_relative_to(hub_cache)
     assert facts["weights_sha256"] is not None

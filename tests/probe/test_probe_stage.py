@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from draftsmith.recipe import Recipe, parse
 from draftsmith.records import TargetFacts
 from draftsmith.rundir import RunPaths
 from tests.probe.folders import CONFIGS
+from tests.probe.hub_server import COMMIT, serve_hub
 
 # The facts that DESIGN.md promises to programs.
 PROMISED = {
@@ -28,8 +30,11 @@ PROMISED = {
 QUICK = ["probe.engine=transformers"]
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "draftsmith", *arguments], capture_output=True, text=True)
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = {**os.environ, **environment}
+    return subprocess.run(
+        [sys.executable, "-m", "draftsmith", *arguments], env=settings, capture_output=True, text=True
+    )
 
 
 def recipe_for(model: Path, run_dir: Path, **extract: Any) -> Recipe:
@@ -142,6 +147,18 @@ def test_a_run_stops_where_a_check_fails_and_says_all_of_them(tiny_target: Path,
     assert "layer ids: has 3 decoder layers" in str(caught.value)
     assert "weights: model.safetensors is empty" in str(caught.value)
     assert caught.value.exit_code == 1
+
+
+def test_a_run_on_a_hub_model_asks_for_its_weights_first(tiny_target: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"name: test\nrun_dir: {tmp_path / 'run'}\ntarget: {{model: acme/tiny}}\n")
+    with serve_hub(tiny_target) as (endpoint, _):
+        settings = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path / "cache")}
+        read = command("probe", "acme/tiny", "--json", *QUICK, **settings)
+        ran = command("probe", str(recipe), *QUICK, **settings)
+    assert (read.returncode, json.loads(read.stdout)["verdict"]) == (0, "warn")
+    assert ran.returncode == 1
+    assert f"hf download acme/tiny --revision {COMMIT}" in ran.stderr
 
 
 def test_other_weights_make_a_finished_probe_stale(tiny_target: Path, tmp_path: Path) -> None:
