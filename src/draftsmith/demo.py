@@ -9,6 +9,7 @@ from typing import Any
 from draftsmith import recipe
 from draftsmith.errors import MissingExtraError
 from draftsmith.pipeline import run_all
+from draftsmith.progress import quiet_libraries
 from draftsmith.rundir import atomic_folder
 
 HERE = Path(__file__).parent
@@ -45,6 +46,7 @@ def smollm2(folder: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    quiet_libraries()
     with atomic_folder(folder) as aside:
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
         model = AutoModelForCausalLM.from_pretrained(

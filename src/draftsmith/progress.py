@@ -29,6 +29,16 @@ class Progress:
         self._redraw(note)
 
 
+def quiet_libraries() -> None:
+    """Let transformers and the hub show their own bars on a terminal alone, as ours do."""
+    if not sys.stderr.isatty():
+        from huggingface_hub.utils import disable_progress_bars
+        from transformers.utils import logging
+
+        disable_progress_bars()
+        logging.disable_progress_bar()
+
+
 @contextmanager
 def progress(what: str, total: int, unit: str, done: int = 0) -> Iterator[Progress]:
     """Show how far `what` is, in `unit`s of `total`; `done` were done before this process began."""

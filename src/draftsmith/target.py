@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from draftsmith import recipe
 from draftsmith.errors import TargetError
+from draftsmith.progress import quiet_libraries
 from draftsmith.records import TargetFacts
 from draftsmith.rundir import RunPaths
 
@@ -68,10 +68,8 @@ def load_target(facts: TargetFacts, target: recipe.Target, device: torch.device,
         TargetError: it will not load, or the checkpoint lacks weights, which transformers would fill with random ones.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.utils import logging
 
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
+    quiet_libraries()
     trust = target.trust_remote_code
     try:
         config = AutoConfig.from_pretrained(facts.path, trust_remote_code=trust)
@@ -188,7 +186,9 @@ class TargetHead(nn.Module):
         """`logits` for a state that the final norm was applied to."""
         chosen = slice(None) if rows is None else rows
         bias = None if self.lm_head_bias is None else self.lm_head_bias[chosen]
-        logits = nn.functional.linear(normed, self.lm_head[chosen], bias) * self.logit_scale
+        logits = nn.functional.linear(normed, self.lm_head[chosen], bias)
+        if self.logit_scale != 1.0:  # a pass over all logits, which most targets do not need
+            logits = logits * self.logit_scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
