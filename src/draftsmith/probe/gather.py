@@ -165,7 +165,7 @@ def _vocabulary(root: str, settings: dict[str, Any]) -> tuple[int, dict[str, int
             text = file.read()
         entries = _value_in(text, r'"added_tokens"\s*:\s*(?=\[)')
         added.update({entry["content"]: entry["id"] for entry in entries or ()})
-        vocabulary = _value_in(text, r'"vocab"\s*:\s*(?=[\[{])')
+        vocabulary = _value_in(text, r'"vocab"\s*:\s*')
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
         largest = int(max(ids, default=-1))
     except (OSError, ValueError, KeyError, TypeError):
