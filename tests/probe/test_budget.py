@@ -17,8 +17,10 @@ from draftsmith.corpus import write_corpus
 from draftsmith.draft.config import DraftConfig
 from draftsmith.draft.loss import teacher_of, total_loss, unrolled_loss
 from draftsmith.draft.model import Draft
+from draftsmith.extract.codec import CODECS
 from draftsmith.extract.store import predict_bytes
 from draftsmith.probe.budget import (
+    STATE_BYTES,
     Devices,
     active_parameters,
     check_budget,
@@ -205,7 +207,13 @@ def test_every_figure_states_what_it_assumes(tmp_path: Path) -> None:
 # ---- The store ----
 
 
-@pytest.mark.parametrize("codec", ["bf16", "fp32"])
+def test_every_codec_of_the_store_has_its_bytes() -> None:
+    assert {name: count * 100 for name, count in STATE_BYTES.items()} == {
+        name: codec.vector_bytes(100) for name, codec in CODECS.items()
+    }
+
+
+@pytest.mark.parametrize("codec", list(CODECS))
 def test_the_store_is_as_large_as_foretold(tmp_path: Path, codec: str) -> None:
     lengths = [700, 1300, 2000, 500]
     folder = write_store(tmp_path, [features(i, tokens) for i, tokens in enumerate(lengths)], codec=codec)

@@ -58,7 +58,7 @@ def write_script(file: Path, body: str) -> None:
 
 @pytest.fixture(scope="module")
 def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Folder of a `ssh` that knows the hosts of LOGINS, `denied`, `stranger` and `closed`; sshd runs meanwhile."""
+    """Folder of a `ssh` that knows the hosts of LOGINS and some that fail, and of a `python3`; sshd runs meanwhile."""
     root = tmp_path_factory.mktemp("ssh")
     port, closed = free_port(), free_port()
     host_key = make_key(root / "host_key").split()[:2]
@@ -72,12 +72,13 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     make_key(root / "denied")
     (root / "authorized_keys").write_text("\n".join(keys) + "\n")
     (root / "known_hosts").write_text(f"[127.0.0.1]:{port} {' '.join(host_key)}\n")
-    (root / "empty").write_text("")
-    for name in (*LOGINS, "denied", "stranger", "closed"):
+    (root / "stranger").write_text("")
+    (root / "impostor").write_text(f"[127.0.0.1]:{port} {' '.join(make_key(root / 'other_key').split()[:2])}\n")
+    for name in (*LOGINS, "denied", "stranger", "impostor", "closed"):
         hosts.append(
             f"Host {name}\n  HostName 127.0.0.1\n  Port {closed if name == 'closed' else port}\n"
-            f"  IdentityFile {root / ('plain' if name in ('stranger', 'closed') else name)}\n"
-            f"  UserKnownHostsFile {root / ('empty' if name == 'stranger' else 'known_hosts')}\n"
+            f"  IdentityFile {root / (name if name in (*LOGINS, 'denied') else 'plain')}\n"
+            f"  UserKnownHostsFile {root / (name if name in ('stranger', 'impostor') else 'known_hosts')}\n"
         )
     hosts.append(f"Host 127.0.0.1\n  IdentityFile {root / 'plain'}\n  UserKnownHostsFile {root / 'known_hosts'}\n")
     (root / "config").write_text("".join(hosts) + "Host *\n  IdentitiesOnly yes\n  IdentityAgent none\n")
@@ -209,6 +210,7 @@ def test_what_is_wrong_with_the_files_there_comes_back(ssh: Path, model: Path) -
     [
         ("denied", "refused the login (", "ssh-add"),
         ("stranger", "has a host key that is not known", "`ssh stranger`"),
+        ("impostor", "has another host key than before", "find out why"),
         ("closed", "refused the connection", "sshd runs there"),
         ("no-such-host.invalid", "has no such name", "check the name"),
         ("bare", "has no python3", "install Python"),

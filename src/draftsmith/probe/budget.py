@@ -75,9 +75,10 @@ def check_budget(facts: TargetFacts, recipe: Recipe, evidence: dict[str, Any]) -
     remote = "host" in evidence
     devices = plan_devices(recipe.probe, evidence["machine"] if remote else inspect_machine())
     tokens = count_tokens(recipe)
-    aux_layers = len(recipe.extract.aux_layer_ids or facts.aux_layer_ids or (0, 0, 0))
+    aux_layer_ids = tuple(recipe.extract.aux_layer_ids or facts.aux_layer_ids or (1, 2, 3))
     room = evidence["disk_free_bytes"] if remote else room_for_store(RunPaths(recipe.folder))
-    per_token = facts.hidden_size and store_bytes_per_token(facts.hidden_size, aux_layers, recipe.extract.codec)
+    codec, width = recipe.extract.codec, facts.hidden_size
+    per_token = store_bytes_per_token(width, len(aux_layer_ids), codec) if width else None
     active = active_parameters(facts, text_config(evidence.get("config") or {}, facts.wrapper))
     checks = [
         _check_memory(facts, devices, recipe.extract.batch_tokens),
@@ -86,9 +87,7 @@ def check_budget(facts: TargetFacts, recipe: Recipe, evidence: dict[str, Any]) -
         _check_extraction(active, per_token, tokens, devices),
     ]
     try:
-        draft = draft_config(
-            facts, recipe.train.draft, recipe.prepare.draft_vocab_size, tuple(range(1, aux_layers + 1))
-        )
+        draft = draft_config(facts, recipe.train.draft, recipe.prepare.draft_vocab_size, aux_layer_ids)
     except RequestError as error:
         return [*checks, Check("training", "warn", f"not known: {error.what}", error.hint)]
     share = 1 - recipe.prepare.validation_fraction

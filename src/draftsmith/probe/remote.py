@@ -44,11 +44,11 @@ if sys.version_info >= (3, 10):
 sys.stdout.write("\\n" + request["marker"] + json.dumps(evidence) + request["marker"] + "\\n")
 """
 
-# What ssh says when it fails, and what to do about it.
+# What ssh says when it fails, the more special first, and what to do about it.
 FAILURES = (
-    ("Permission denied", "refused the login", "ssh must log in without a password: load your key with ssh-add"),
-    ("Host key verification failed", "has a host key that is not known", "connect once by hand with `ssh {host}`"),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "has another host key than before", "find out why, with `ssh {host}`"),
+    ("Host key verification failed", "has a host key that is not known", "connect once by hand with `ssh {host}`"),
+    ("Permission denied", "refused the login", "ssh must log in without a password: load your key with ssh-add"),
     ("Could not resolve hostname", "has no such name", "check the name, or ~/.ssh/config"),
     ("Connection refused", "refused the connection", "check that sshd runs there and on which port"),
     ("timed out", "did not answer", "check the address, the port and the firewall"),
