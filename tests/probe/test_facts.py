@@ -93,6 +93,12 @@ def test_quantisation_is_found_in_wrapper_or_text_model() -> None:
     assert mistral.quantization["format"] == "float-quantized"
 
 
+def test_the_code_that_is_named_is_the_wrappers() -> None:
+    auto_map = facts_of(config_of("kimi-k2.5")).auto_map
+    assert auto_map is not None
+    assert auto_map["AutoConfig"] == "configuration_kimi_k25.KimiK25Config"
+
+
 def test_llama_4_scaling_is_one_fact_in_both_spellings() -> None:
     own = facts_of(config_of("mistral-large-3")).llama_4_scaling
     in_rope = facts_of(config_of("ministral-3-8b"))

@@ -111,7 +111,7 @@ def facts_from_evidence(evidence: dict[str, Any]) -> TargetFacts:
         llama_4_scaling=rope.llama_4_scaling,
         dtype=reading.fact("dtype", "torch_dtype"),
         quantization=reading.fact("quantization", "quantization_config", "compression_config"),
-        auto_map=reading.get("auto_map"),
+        auto_map=reading.outer.get("auto_map") or reading.inner.get("auto_map"),
         bos_token_id=reading.count("bos_token_id"),
         eos_token_ids=_ids(eos if eos is not None else reading.get("eos_token_id")),
         weight_bytes=_weight_bytes(evidence),
