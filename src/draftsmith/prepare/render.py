@@ -136,6 +136,26 @@ class Chat:
             if found:
                 raise Unrenderable(f"text of a turn spells the special token {found.group()}")
 
+    def turn(self, before: list[dict[str, Any]], answer: dict[str, Any], tools: list[dict[str, Any]] | None) -> Turn:
+        """An answer that came as text, with its prompt.
+
+        Where the answer's first characters would merge with the prompt's last into one token, the prompt stays as an
+        engine would have it, and the answer is tokenised on its own.
+
+        Raises:
+            Unrenderable: the template refuses the messages, or renders the answer otherwise than it prompts for it.
+        """
+        prompt = self.text(before, tools, prompt=True)
+        whole = self.text([*before, answer], tools, prompt=False)
+        prompt_ids, whole_ids = self.ids(prompt), self.ids(whole)
+        if whole_ids[: len(prompt_ids)] == prompt_ids:
+            answer_ids = whole_ids[len(prompt_ids) :]
+        elif whole.startswith(prompt):
+            answer_ids = self.whole_ids(whole[len(prompt) :])
+        else:
+            raise Unrenderable("template renders the answer otherwise than it prompts for it")
+        return Turn(prompt_ids, self.without_glue(answer_ids))
+
     def _find_turn_suffix(self) -> list[int]:
         """Ids that the template puts after an answer: those that two different answers have in common at the end."""
         answers = []
@@ -175,6 +195,11 @@ class Chat:
         """Ids with which the target may end its turn."""
         return self.stop_ids | {token for token in self.turn_suffix if token in self.special}
 
+    @property
+    def end_of_turn(self) -> int:
+        """The id with which the template has an answer end."""
+        return next((t for t in reversed(self.turn_suffix) if t in self.turn_end_ids), min(self.stop_ids))
+
     def without_glue(self, ids: list[int]) -> list[int]:
         """A rendered answer up to its end-of-turn token: what the template puts after it, the target does not write."""
         ends = self.turn_end_ids
@@ -208,29 +233,17 @@ def _read_template(file: str | None) -> str | None:
 def given_turns(conversation: Conversation, chat: Chat, max_length: int) -> list[Turn]:
     """The answers that the data bring along, each with its prompt. Those that begin past `max_length` are left out.
 
-    Where the answer's first characters would merge with the prompt's last into one token, the prompt stays as an
-    engine would have it, and the answer is tokenised on its own.
-
     Raises:
         Unrenderable: the template refuses the messages, or renders an answer otherwise than it prompts for it.
     """
-    messages, tools = conversation.messages, conversation.tools
+    messages = conversation.messages
     chat.check_text(messages)
-    turns = []
+    turns: list[Turn] = []
     for index in answer_turns(messages):
-        prompt = chat.text(messages[:index], tools, prompt=True)
-        prompt_ids = chat.ids(prompt)
-        if len(prompt_ids) >= max_length:
+        turn = chat.turn(messages[:index], messages[index], conversation.tools)
+        if len(turn.prompt_ids) >= max_length:
             break
-        whole = chat.text(messages[: index + 1], tools, prompt=False)
-        whole_ids = chat.ids(whole)
-        if whole_ids[: len(prompt_ids)] == prompt_ids:
-            answer_ids = whole_ids[len(prompt_ids) :]
-        elif whole.startswith(prompt):
-            answer_ids = chat.whole_ids(whole[len(prompt) :])
-        else:
-            raise Unrenderable("template renders the answer otherwise than it prompts for it")
-        turns.append(Turn(prompt_ids, chat.without_glue(answer_ids)))
+        turns.append(turn)
     return turns
 
 

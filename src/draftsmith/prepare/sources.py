@@ -265,12 +265,21 @@ def _message(turn: Any) -> dict[str, Any]:
     message = {"role": role, "content": content, **turn}
     if name == "function_call":
         message = _called(message)
-    if "tool_calls" in message:
-        message["tool_calls"] = _tool_calls(message["tool_calls"])
     says_nothing = not content.strip() and not any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
     if says_nothing and role in ("user", "assistant"):
         raise _Unusable(f"empty {role} turn")
-    return _with_reasoning(message)
+    return normal_form(message)
+
+
+def normal_form(message: dict[str, Any]) -> dict[str, Any]:
+    """A turn as templates expect it: the arguments of calls as objects, and reasoning under every name that is about;
+    names that the turn has itself keep their own text."""
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": _tool_calls(message["tool_calls"])}
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
+    if message["role"] != "assistant" or reasoning is None:
+        return message
+    return {**dict.fromkeys(REASONING_KEYS, reasoning), **message}
 
 
 def _text(content: Any) -> str:
@@ -320,14 +329,6 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
                 call = {**call, "function": {**function, "arguments": arguments}}
         parsed.append(call)
     return parsed
-
-
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Reasoning under every name that templates know; names that the record has itself keep their own text."""
-    given = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
-    if message["role"] != "assistant" or given is None:
-        return message
-    return {**dict.fromkeys(REASONING_KEYS, given), **message}
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
