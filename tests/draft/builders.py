@@ -64,3 +64,20 @@ def make_batch(lengths: list[int], seed: int = 3) -> Batch:
         aux=torch.randn(total, AUX, HIDDEN, dtype=torch.float64),
         last=torch.randn(total, HIDDEN, dtype=torch.float64),
     )
+
+
+class Recomputed(torch.autograd.Function):
+    """A function whose backward pass can run once, for gradcheck, which runs it many times."""
+
+    @staticmethod
+    def forward(ctx, function, *inputs):
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx, doutput):
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.function(*inputs)
+        return None, *torch.autograd.grad(output, inputs, doutput)

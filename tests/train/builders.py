@@ -48,6 +48,7 @@ def build_store(folder: Path, target: Path, samples: list[Features]) -> Store:
     manifest = Manifest(
         model=str(target),
         **identity(read_facts(str(target))),
+        template_sha256=None,
         aux_layer_ids=AUX_LAYER_IDS,
         dtype="float32",
         codec="fp32",

@@ -108,8 +108,8 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_samples(tmp_path, tiny_ta
 def test_the_gradient_is_that_of_the_mean_over_slots_whatever_shares_the_batch(tmp_path, tiny_target, store, samples):
     """Two documents in one batch weigh by their counted slots, as if their losses were summed and divided once."""
     trainer = make_trainer(tmp_path, tiny_target, store)
-    both = trainer._unroll(flat_batch([samples[1], samples[3]]))
-    apart = [trainer._unroll(flat_batch([sample])) for sample in (samples[1], samples[3])]
+    _, both = trainer.learner.loss(flat_batch([samples[1], samples[3]]))
+    apart = [trainer.learner.loss(flat_batch([sample]))[1] for sample in (samples[1], samples[3])]
     for k, step in enumerate(both):
         assert step.counted == sum(part[k].counted for part in apart)
         assert step.loss_count == sum(part[k].loss_count for part in apart)
@@ -127,7 +127,7 @@ def test_the_teacher_in_chunks_is_the_teacher_at_once(tmp_path, tiny_target, sto
 def test_a_token_that_the_draft_cannot_say_is_never_accepted_and_not_trained_on(tmp_path, tiny_target, store, samples):
     trainer = make_trainer(tmp_path, tiny_target, store)
     (masked, *_), (unmasked, *_) = (
-        make_trainer(tmp_path, tiny_target, store, mask_out_of_vocab=mask)._unroll(flat_batch(samples))
+        make_trainer(tmp_path, tiny_target, store, mask_out_of_vocab=mask).learner.loss(flat_batch(samples))[1]
         for mask in (True, False)
     )
     sayable = teacher_of(trainer.draft, trainer.head, flat_batch(samples).last).top1 % 2 == 0

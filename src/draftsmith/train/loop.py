@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from typing import Any
 import torch
 
 from draftsmith import recipe
-from draftsmith.draft.loss import StepResult, teacher_of, total_loss, unrolled_loss
+from draftsmith.draft.loss import StepResult, total_loss
 from draftsmith.draft.model import Draft
-from draftsmith.errors import CheckFailed, DataError
+from draftsmith.errors import DataError
 from draftsmith.extract.store import Store
 from draftsmith.progress import progress
 from draftsmith.records import Batch
@@ -28,7 +27,8 @@ from draftsmith.target import TargetHead
 from draftsmith.train.batches import plan_epoch, read_batches
 from draftsmith.train.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint
 from draftsmith.train.metrics import MetricsLog
-from draftsmith.train.optim import learning_rate, make_optimizer
+from draftsmith.train.optim import learning_rate
+from draftsmith.train.step import Learner, acceptance_figures
 
 
 @dataclass
@@ -46,11 +46,9 @@ class Trainer:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.optimizer = make_optimizer(self.draft, self.settings)
+        self.learner = Learner(self.draft, self.head, self.settings, self.device)
+        self.optimizer = self.learner.optimizer
         self.lengths = [self.store.lengths[index] for index in self.train_indexes]
-        self.bf16 = self.settings.autocast == "bfloat16" or (
-            self.settings.autocast == "auto" and self.device.type == "cuda"
-        )
         if not self.train_indexes:
             raise DataError("no sample to train on", where="train", hint="lower prepare.validation_fraction")
 
@@ -73,7 +71,7 @@ class Trainer:
                 figures = self.train_step(batch, step)
                 done_steps = step + 1
                 bar.advance(1, f"loss {figures['loss']:.3f}  expected acceptance {figures['acceptance_length']:.2f}")
-                if done_steps % self.settings.log_every_steps == 0 or done_steps == self.total_steps:
+                if self._is_logged(done_steps):
                     log.add("train", done_steps, figures | {"steps_per_second": bar.rate})
                 if done_steps % self.settings.checkpoint_every_steps == 0 or stop_requested():
                     self._save(checkpoints, done_steps)
@@ -88,31 +86,10 @@ class Trainer:
         return figures
 
     def train_step(self, batch: Batch, step: int) -> dict[str, float]:
-        """One optimizer step. A batch without a slot that counts changes nothing.
-
-        Raises:
-            CheckFailed: the loss or a gradient is not finite; names the samples.
-        """
+        """Optimizer step number `step`, from 0; see `Learner.step`."""
         rate = learning_rate(step, self.total_steps, self.settings)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        results = self._unroll(batch)
-        loss = total_loss(results, [result.loss_count for result in results], self.settings.step_decay)
-        figures = summarise(results) | {"loss": loss.item(), "learning_rate": rate, "tokens": len(batch.input_ids)}
-        self.optimizer.zero_grad(set_to_none=True)
-        if any(result.loss_count for result in results):
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.settings.max_grad_norm).item()
-            if not math.isfinite(norm) or not math.isfinite(figures["loss"]):
-                raise CheckFailed(
-                    f"loss {figures['loss']} and gradient norm {norm} at step {step + 1}, on samples "
-                    + ", ".join(batch.sample_ids),
-                    where="train",
-                    hint="look at these samples with `draftsmith prepare --show`; a lower learning rate may be needed",
-                )
-            self.optimizer.step()
-            figures["gradient_norm"] = norm
-        return figures
+        figures = self.learner.step(batch, rate, exact=self._is_logged(step + 1))
+        return figures | {"learning_rate": rate, "tokens": len(batch.input_ids)}
 
     def validate(self) -> dict[str, float]:
         """Loss and acceptance on the held-out samples, as they are known to training: teacher-forced."""
@@ -124,23 +101,15 @@ class Trainer:
         self.draft.eval()
         with torch.no_grad():
             for batch in read_batches(self.store, [[self.validation_indexes[i] for i in rows] for rows in plan]):
-                sums.append(self._unroll(batch))
+                sums.append(self.learner.loss(batch)[1])
         self.draft.train()
         results = [_add(step) for step in zip(*sums, strict=True)]
         loss = total_loss(results, [result.loss_count for result in results], self.settings.step_decay)
-        return summarise(results) | {"loss": loss.item()}
+        shares = [(float(step.correct), float(step.accepted), float(step.counted)) for step in results]
+        return acceptance_figures(shares) | {"loss": loss.item()}
 
-    def _unroll(self, batch: Batch) -> list[StepResult]:
-        dtype = torch.bfloat16 if self.bf16 else self.draft.fc.weight.dtype
-        batch = batch.to(self.device, dtype)
-        with self._autocast():
-            teacher = teacher_of(self.draft, self.head, batch.last.to(self.head.lm_head.dtype))
-            return unrolled_loss(
-                self.draft, batch, teacher, self.settings.unroll_steps, self.settings.mask_out_of_vocab
-            )
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+    def _is_logged(self, done_steps: int) -> bool:
+        return done_steps % self.settings.log_every_steps == 0 or done_steps == self.total_steps
 
     def _plan(self, epoch: int) -> list[list[int]]:
         plan = plan_epoch(self.lengths, self.settings.batch_tokens, self.seed, epoch)
@@ -157,17 +126,6 @@ class Trainer:
 
     def _save(self, folder: Path, step: int) -> None:
         save_checkpoint(folder, step, self.draft, self.optimizer, self.settings.keep_checkpoints)
-
-
-def summarise(results: list[StepResult]) -> dict[str, float]:
-    """Accuracy and joint acceptance of each step, and the acceptance length that they promise (1 + Σ of the joint)."""
-    figures, length = {}, 1.0
-    for k, result in enumerate(results):
-        joint = float(result.accepted) / max(1, result.counted)
-        figures[f"accuracy_{k}"] = float(result.correct) / max(1, result.counted)
-        figures[f"accepted_{k}"] = joint
-        length += joint
-    return figures | {"acceptance_length": length}
 
 
 def _add(steps: tuple[StepResult, ...]) -> StepResult:

@@ -1,0 +1,245 @@
+"""The loss of `loss.py` without its logits in memory: a chunk of positions at a time, its gradient at once.
+
+Everything is laid out by the position that teaches, not by the slot that drafts: at step k, slot j learns from the
+target's distribution after position i = j+1+k (`unroll.py`). So one row of the teacher's logits serves all K steps,
+and is computed once:
+
+    chunk of positions i ─ target's head, rows of the draft vocabulary ─→ p [c, Vd]
+    states [K, c, H] ─ lm_head ─→ logits [K, c, Vd] ─→ loss, and in the same memory d loss / d logits
+                     ←─ d states, d lm_head ──────────┘
+
+Whether the target's top-1 lies in the draft vocabulary, and how much of its mass, only the whole vocabulary tells.
+`find_targets` streams it, where it is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftsmith.draft.attention import Spans
+from draftsmith.draft.fast_attention import Documents
+from draftsmith.draft.fast_unroll import UnrollInputs, fast_unroll
+from draftsmith.draft.fused import accumulate, fused, wide
+from draftsmith.draft.loss import HYBRID_DECAY, LEAST_OVERLAP, StepResult
+from draftsmith.draft.model import Draft
+from draftsmith.draft.unroll import counted_slots, shift
+from draftsmith.recipe import LossKind
+from draftsmith.records import Batch
+from draftsmith.target import TargetHead
+
+VOCABULARY_CHUNK_BYTES = 256 * 2**20  # of the target's logits, in a pass over its whole vocabulary
+CHUNK_ROWS = {"cuda": 4096, "cpu": 256}  # of logits at a time, the teacher's and the student's together
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Which positions teach which steps. All tensors by position, on the batch's device."""
+
+    positions: torch.Tensor  # [P] int64, those that any step counts
+    others: torch.Tensor  # the rest of the S + K rows of the states
+    counted: torch.Tensor  # [K, S] bool, what serving would draft
+    trained: torch.Tensor  # [K, S] bool, what the loss is taken over
+    sayable: torch.Tensor | None  # [S] bool, the target's top-1 is in the draft vocabulary; None where not asked
+    log_mass: torch.Tensor | None  # [S], log of the draft vocabulary's share of the target's probability; likewise
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Slots that the loss is taken over: [K] int64."""
+        return self.trained.sum(1)
+
+
+def counted_positions(loss_mask: torch.Tensor, document: torch.Tensor, steps: int) -> torch.Tensor:
+    """`counted_slots` by the position that teaches: [S] twice → [K, S] bool."""
+    by_position = torch.zeros(steps, len(loss_mask), dtype=torch.bool)
+    for k, counted in enumerate(counted_slots(loss_mask, document, steps)):
+        by_position[k, 1 + k :] = counted[: max(0, len(counted) - 1 - k)]
+    return by_position
+
+
+def head_of_draft_vocabulary(head: TargetHead, draft: Draft) -> TargetHead:
+    """The head with only the rows that the draft can say, gathered once."""
+    ids = draft.draft_ids
+    if ids is None:
+        return head
+    bias = None if head.lm_head_bias is None else head.lm_head_bias[ids]
+    return TargetHead(head.embedding, head.norm, head.lm_head[ids], head.logit_scale, head.softcap, bias)
+
+
+@torch.no_grad()
+def find_targets(
+    draft: Draft, head: TargetHead, last: torch.Tensor, counted: torch.Tensor, *, top1: bool, mass: bool, mask: bool
+) -> Targets:
+    """Choose the slots to train on.
+
+    Args:
+        last: [S, Ht] on the device, in the head's dtype.
+        counted: [K, S] bool, of `counted_positions`, on the host: which positions matter is known without a wait.
+        top1: find out whether the draft can say the target's top-1.
+        mass: find out the mass that the target gives to the draft vocabulary.
+        mask: train only where it can; needs `top1`.
+    """
+    used = torch.nn.functional.pad(counted.any(0), (0, len(counted)))
+    positions, others = (rows.nonzero().flatten().to(last.device, non_blocking=True) for rows in (used, ~used))
+    counted = counted.to(last.device, non_blocking=True)
+    sayable = log_mass = None
+    if top1 or mass:
+        sayable, log_mass = _ask_whole_vocabulary(draft, head, last, positions, mass)
+    trained = counted & sayable if mask and sayable is not None else counted
+    return Targets(positions, others, counted, trained, sayable, log_mass)
+
+
+def _ask_whole_vocabulary(
+    draft: Draft, head: TargetHead, last: torch.Tensor, positions: torch.Tensor, mass: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sayable = torch.zeros(len(last), dtype=torch.bool, device=last.device)
+    log_mass = torch.zeros(len(last), dtype=wide(last).dtype, device=last.device)
+    if draft.draft_ids is None:
+        return ~sayable, log_mass
+    rows = max(1, VOCABULARY_CHUNK_BYTES // (head.lm_head.shape[0] * last.element_size()))
+    for chunk in positions.split(rows):
+        logits = head.logits(last[chunk])
+        sayable[chunk] = draft.t2d[logits.argmax(-1)]
+        if mass:
+            logits = wide(logits)
+            log_mass[chunk] = logits[:, draft.draft_ids].logsumexp(-1) - logits.logsumexp(-1)
+    return sayable, log_mass
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What the loss needs beside the two tensors that it has gradients for."""
+
+    targets: Targets
+    head: TargetHead  # of the draft vocabulary
+    last: torch.Tensor  # [S, Ht]
+    weights: torch.Tensor  # [K], of each step's sum in the loss
+    kind: LossKind
+    chunk_rows: int
+
+
+def fast_unrolled_loss(
+    draft: Draft, draft_head: TargetHead, batch: Batch, spans: Spans, targets: Targets, step_weights: torch.Tensor,
+    kind: LossKind,
+) -> tuple[torch.Tensor, list[StepResult]]:  # fmt: skip
+    """Σ_k step_weights[k] · (loss sum of step k), and the sums themselves, without gradients.
+
+    Args:
+        draft_head: of `head_of_draft_vocabulary`.
+        batch: on the device, its states in the dtype to compute in.
+        spans: of the batch's documents.
+        step_weights: [K], decay^k over the count of the whole global batch.
+    """
+    steps = len(targets.counted)
+    documents = Documents.of(spans, batch.aux.device)
+    states = fast_unroll(UnrollInputs(draft, batch.input_ids, batch.aux, batch.position, documents, steps))
+    inputs = LossInputs(targets, draft_head, batch.last, step_weights, kind, CHUNK_ROWS[batch.aux.device.type])
+    loss, sums, right = ChunkedLoss.apply(states, draft.lm_head.weight, inputs)
+    correct = right & targets.counted if targets.sayable is None else right & targets.counted & targets.sayable
+    counted, counts = targets.counted.sum(1), targets.counts
+    accepted = torch.ones_like(correct[0])
+    results = []
+    for k in range(steps):
+        accepted = accepted & shift(correct[k], 1 + k)  # from positions to slots
+        results.append(StepResult(sums[k], counts[k], correct[k].sum(), accepted.sum(), counted[k]))
+    return loss, results
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """(states [K, S+K, H] by position, lm_head [Vd, H]) → loss, sums [K], right [K, S] bool.
+
+    Only the loss has gradients. They are computed in the forward pass, in the memory of `states`, which is consumed:
+    a function that returned it must not need its values again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, lm_head: torch.Tensor, inputs: LossInputs
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        targets, steps = inputs.targets, len(states)
+        learn = any(ctx.needs_input_grad)
+        states, weight = states.detach(), lm_head.detach().to(states.dtype)
+        row_weights = targets.trained * inputs.weights[:, None]  # [K, S]
+        sums = torch.zeros(steps, dtype=wide(states).dtype, device=states.device)
+        right = torch.zeros_like(targets.counted)
+        dweight = None
+        for at in targets.positions.split(max(1, inputs.chunk_rows // (steps + 1))):
+            teacher = inputs.head.logits(inputs.last[at])  # [c, Vd]
+            hidden = states[:, at].flatten(0, 1)  # [K·c, H]
+            logits = (hidden @ weight.t()).unflatten(0, (steps, -1))
+            log_mass = None if targets.log_mass is None else targets.log_mass[at]
+            losses, best, teacher_best = loss_rows(logits, teacher, log_mass, row_weights[:, at], inputs.kind)
+            sums += (losses * targets.trained[:, at]).sum(1)
+            right[:, at] = best == teacher_best
+            if learn:
+                gradient = logits.flatten(0, 1)  # loss_rows left it there
+                dweight = accumulate(dweight, gradient, hidden)
+                states[:, at] = (gradient @ weight).unflatten(0, (steps, -1))
+        if learn:
+            states[:, targets.others] = 0
+            ctx.dweight = torch.zeros_like(lm_head) if dweight is None else dweight.to(lm_head.dtype)
+            ctx.dstates = states
+        ctx.mark_non_differentiable(sums, right)
+        return (sums * inputs.weights).sum(), sums, right
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dloss: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
+        dstates, dweight = ctx.dstates.mul_(dloss), ctx.dweight.mul_(dloss)
+        del ctx.dstates, ctx.dweight
+        return dstates, dweight, None
+
+
+def loss_rows(
+    student: torch.Tensor, teacher: torch.Tensor, log_mass: torch.Tensor | None, weight: torch.Tensor, kind: LossKind
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss of each row of logits; their memory then holds the gradient of Σ weight · loss.
+
+    Args:
+        student: [K, c, Vd] logits, overwritten.
+        teacher: [c, Vd] logits.
+        log_mass: [c], as in `Targets`; None counts as 0.
+        weight: [K, c]
+
+    Returns:
+        Losses [K, c], the student's likeliest tokens [K, c] and the teacher's [c], both as ids of the draft.
+    """
+    lse, entropy, best = _teacher_rows(teacher)
+    if kind == "soft_cross_entropy":
+        entropy = torch.zeros_like(entropy)
+    log_mass = torch.zeros_like(lse) if log_mass is None else log_mass
+    if student.is_cuda:
+        from draftsmith.draft import kernels
+
+        return *kernels.loss_rows(student, teacher, lse, entropy, log_mass, weight, kind), best
+    log_p = wide(teacher) - lse[:, None]
+    p, log_q = log_p.exp(), wide(student).log_softmax(-1)
+    student_best = student.argmax(-1)
+    losses = -torch.einsum("cv,kcv->kc", p, log_q) - entropy
+    q = log_q.exp_()
+    gradient = q - p
+    if kind in ("lk", "lk_hybrid"):
+        bound = (log_p + log_mass[:, None]).exp()
+        overlap = torch.minimum(bound, q).sum(-1, keepdim=True)  # [K, c, 1]
+        below = q * (q < bound)
+        lift = below - q * below.sum(-1, keepdim=True)  # d overlap / d logits
+        if kind == "lk":
+            losses = -overlap.clamp_min(LEAST_OVERLAP).log().squeeze(-1)
+            gradient = lift * -torch.where(overlap > LEAST_OVERLAP, 1 / overlap, 0)
+        else:
+            share = (-HYBRID_DECAY * overlap).exp()
+            losses = share.squeeze(-1) * losses + ((1 - share) * (1 - overlap)).squeeze(-1)
+            gradient = share * gradient - (1 - share) * lift
+    student.copy_(gradient.mul_(weight[..., None]))
+    return losses, student_best, best
+
+
+@fused
+def _teacher_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-sum-exp, entropy and likeliest token of each row: [c, Vd] → [c] each."""
+    logits = wide(logits)
+    lse = logits.logsumexp(-1)
+    log_p = logits - lse[:, None]
+    return lse, -(log_p.exp() * log_p).sum(-1), logits.argmax(-1)

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draftsmith.draft import fast_loss
+from draftsmith.draft.fast_loss import (
+    ChunkedLoss,
+    LossInputs,
+    counted_positions,
+    fast_unrolled_loss,
+    find_targets,
+    head_of_draft_vocabulary,
+    loss_rows,
+)
+from draftsmith.draft.loss import slot_losses, spans_of, teacher_of, total_loss, unrolled_loss
+from draftsmith.draft.model import Draft
+from draftsmith.draft.unroll import counted_slots
+from tests.draft.builders import (
+    DRAFT_IDS,
+    HIDDEN,
+    TARGET_VOCAB,
+    Recomputed,
+    make_batch,
+    make_config,
+    make_draft,
+    make_head,
+)
+
+KINDS = ["soft_cross_entropy", "forward_kl", "lk", "lk_hybrid"]
+STEPS, DECAY = 3, 0.8
+
+
+def find(draft, head, batch, kind, *, mask):
+    counted = counted_positions(batch.loss_mask, batch.document, STEPS)
+    targets = find_targets(draft, head, batch.last, counted, top1=True, mass=kind.startswith("lk"), mask=mask)
+    return targets, DECAY ** torch.arange(STEPS, dtype=torch.float64) / targets.counts.clamp_min(1)
+
+
+def gradients(draft, loss):
+    draft.zero_grad()
+    loss.backward()
+    return {name: p.grad for name, p in draft.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mask", [True, False])
+def test_the_fast_loss_has_the_values_and_gradients_of_the_plain_one(kind, mask):
+    draft, head, batch = make_draft(), make_head(), make_batch([7, 1, 5, 2, 9])
+    plain = unrolled_loss(draft, batch, teacher_of(draft, head, batch.last), STEPS, mask, kind)
+    expected = total_loss(plain, [result.loss_count for result in plain], DECAY)
+    targets, weights = find(draft, head, batch, kind, mask=mask)
+    draft_head = head_of_draft_vocabulary(head, draft)
+    loss, results = fast_unrolled_loss(draft, draft_head, batch, spans_of(batch.document), targets, weights, kind)
+    torch.testing.assert_close(loss, expected)
+    for fast, slow in zip(results, plain, strict=True):
+        torch.testing.assert_close(fast.loss_sum, slow.loss_sum.detach())
+        for name in ("loss_count", "correct", "accepted", "counted"):
+            assert int(getattr(fast, name)) == int(getattr(slow, name)), name
+    expected_gradients = gradients(draft, expected)
+    for name, gradient in gradients(draft, loss).items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_whole_vocabulary_needs_no_map(kind):
+    head, batch = make_head(), make_batch([7, 6])
+    draft = Draft(make_config(draft_vocab_size=TARGET_VOCAB)).double()
+    draft.initialise(head, None, seed=0)
+    plain = unrolled_loss(draft, batch, teacher_of(draft, head, batch.last), STEPS, True, kind)
+    targets, weights = find(draft, head, batch, kind, mask=True)
+    _, results = fast_unrolled_loss(draft, head, batch, spans_of(batch.document), targets, weights, kind)
+    for fast, slow in zip(results, plain, strict=True):
+        torch.testing.assert_close(fast.loss_sum, slow.loss_sum.detach())
+        assert int(fast.accepted) == int(slow.accepted)
+
+
+@pytest.mark.parametrize("kind", ["soft_cross_entropy", "forward_kl", "lk"])  # the hybrid's λ has no gradient by design
+def test_the_chunked_losss_gradient_is_the_slope_of_its_value(kind):
+    draft, head, batch = make_draft(), make_head(), make_batch([4, 3])
+    targets, weights = find(draft, head, batch, kind, mask=False)
+    inputs = LossInputs(targets, head_of_draft_vocabulary(head, draft), batch.last, weights, kind, chunk_rows=9)
+    run = functools.partial(
+        Recomputed.apply, lambda states, lm_head: ChunkedLoss.apply(states.clone(), lm_head, inputs)[0]
+    )
+    states = torch.randn(STEPS, len(batch.last) + STEPS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(run, (states, draft.lm_head.weight.detach().requires_grad_()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_logits_becomes_the_gradient_that_autograd_finds(kind):
+    torch.manual_seed(0)
+    student = torch.randn(2, 5, 11, dtype=torch.float64, requires_grad=True)
+    teacher, weight, log_mass = torch.randn(5, 11).double(), torch.rand(2, 5).double(), -torch.rand(5).double()
+    probs, mass = teacher.softmax(-1), log_mass.exp()
+    expected = torch.stack([slot_losses(rows, probs, mass, kind) for rows in student])
+    (expected * weight).sum().backward()
+    memory = student.detach().clone()
+    losses, best, teacher_best = loss_rows(memory, teacher, log_mass, weight, kind)
+    torch.testing.assert_close(losses, expected.detach())
+    torch.testing.assert_close(memory, student.grad)
+    assert torch.equal(best, student.argmax(-1))
+    assert torch.equal(teacher_best, teacher.argmax(-1))
+
+
+def test_the_size_of_a_chunk_changes_nothing():
+    draft, head, batch = make_draft(), make_head(), make_batch([7, 5, 9])
+    targets, weights = find(draft, head, batch, "lk_hybrid", mask=True)
+    states = torch.randn(STEPS, len(batch.last) + STEPS, HIDDEN, dtype=torch.float64)
+    draft_head = head_of_draft_vocabulary(head, draft)
+    outcomes = []
+    for chunk_rows in (1, 13, 1000):
+        leaf = states.clone().requires_grad_()
+        inputs = LossInputs(targets, draft_head, batch.last, weights, "lk_hybrid", chunk_rows)
+        loss, sums, right = ChunkedLoss.apply(leaf.clone(), draft.lm_head.weight, inputs)
+        outcomes.append((loss, sums, right, *torch.autograd.grad(loss, (leaf, draft.lm_head.weight))))
+    for other in outcomes[1:]:
+        for one, two in zip(outcomes[0], other, strict=True):
+            torch.testing.assert_close(one, two)
+
+
+def test_positions_are_the_counted_slots_moved_to_what_they_learn_from():
+    batch = make_batch([9, 4])
+    by_position = counted_positions(batch.loss_mask, batch.document, STEPS)
+    for k, slots in enumerate(counted_slots(batch.loss_mask, batch.document, STEPS)):
+        assert (slots.nonzero() + 1 + k).tolist() == by_position[k].nonzero().tolist()
+
+
+def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient():
+    draft, head, batch = make_draft(), make_head(), make_batch([3, 3])
+    batch.loss_mask.zero_()
+    targets, weights = find(draft, head, batch, "soft_cross_entropy", mask=True)
+    draft_head = head_of_draft_vocabulary(head, draft)
+    loss, _ = fast_unrolled_loss(
+        draft, draft_head, batch, spans_of(batch.document), targets, weights, "soft_cross_entropy"
+    )
+    assert loss.item() == 0
+    assert all(not gradient.any() for gradient in gradients(draft, loss).values())
+
+
+class LargestLogits(TorchDispatchMode):
+    """Remembers the largest tensor whose last dimension is a vocabulary."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.ndim and tensor.shape[-1] in (len(DRAFT_IDS), TARGET_VOCAB):
+                self.numbers = max(self.numbers, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_logits_in_memory_do_not_grow_with_the_batch(kind, monkeypatch):
+    monkeypatch.setitem(fast_loss.CHUNK_ROWS, "cpu", 16)
+    monkeypatch.setattr(fast_loss, "VOCABULARY_CHUNK_BYTES", 16 * TARGET_VOCAB * 8)
+    draft, head = make_draft(), make_head()
+    largest = []
+    for documents in (8, 32):
+        batch = make_batch([9] * documents)
+        with LargestLogits() as seen:
+            targets, weights = find(draft, head, batch, kind, mask=True)
+            loss, _ = fast_unrolled_loss(
+                draft, head_of_draft_vocabulary(head, draft), batch, spans_of(batch.document), targets, weights, kind
+            )
+            loss.backward()
+        largest.append(seen.numbers)
+    assert largest[0] == largest[1] <= 16 * TARGET_VOCAB
