@@ -28,6 +28,7 @@ class _Free:
 Free = _Free()
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+LossKind = Literal["soft_cross_entropy", "forward_kl", "lk", "lk_hybrid"]
 
 
 class Section(BaseModel):
@@ -153,7 +154,9 @@ class Train(Section):
     draft: Draft = Draft()
     unroll_steps: PositiveInt = Field(5, description="Steps of training-time test")
     step_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="Weight of unroll step k is decay**k")
+    loss: LossKind = Field("soft_cross_entropy", description="soft_cross_entropy, forward_kl, lk or lk_hybrid")
     mask_out_of_vocab: bool = Field(True, description="Skip positions whose target top-1 the draft cannot say")
+    kernels: Literal["auto", "plain"] = Field("auto", description="plain: the slow, obvious computation")
     epochs: Annotated[float, Field(gt=0)] = 10.0
     max_steps: PositiveInt | None = Field(None, description="Optimizer steps; overrides epochs")
     batch_tokens: PositiveInt = Field(8192, description="Tokens per optimizer step and rank")
