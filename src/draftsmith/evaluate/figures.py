@@ -93,8 +93,8 @@ def _line(found: dict[str, Any], text: str, steps: int) -> str:
     low, high = found["confidence_95"]
     rates = " ".join(f"{rate:.3f}" for rate in found["per_position"])
     return (
-        f"{text}: acceptance length {found['mean_acceptance_length']:.2f} ({low:.2f} to {high:.2f}) with K = {steps}, "
-        f"by position {rates}; {found['prompts']} prompts, {found['tokens']:,} tokens"
+        f"{text}: acceptance length {found['mean_acceptance_length']:.2f} (95 %: {low:.2f} to {high:.2f}) with K = "
+        f"{steps}, by position {rates}; {found['prompts']} texts, {found['tokens']:,} tokens"
     )
 
 
