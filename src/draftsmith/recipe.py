@@ -132,6 +132,23 @@ class Extract(Section):
     codec: Literal["bf16", "fp32"] = Field("bf16", description="How states are stored")
     batch_tokens: Annotated[PositiveInt, Free] = Field(4096, description="Tokens in one forward, padding included")
     shard_mib: Annotated[PositiveInt, Free] = Field(256, description="Size at which a shard is closed")
+    capture: Annotated[Literal["auto", "native", "hooked"], Free] = Field(
+        "auto", description="vLLM: its own method, or hooks on the layers; auto: its own where the model has it"
+    )
+    tensor_parallel_size: Annotated[PositiveInt, Free] = Field(1, description="vLLM: devices that share each layer")
+    pipeline_parallel_size: Annotated[PositiveInt, Free] = Field(1, description="vLLM: stages of layers")
+    max_num_batched_tokens: Annotated[PositiveInt, Free] = Field(8192, description="vLLM: tokens in one step")
+    max_num_seqs: Annotated[PositiveInt, Free] = Field(256, description="vLLM: sequences in one step")
+    gpu_memory_utilization: Annotated[Fraction, Free] = Field(0.9, description="vLLM: share of a device's memory")
+    kv_cache_memory_bytes: Annotated[PositiveInt | None, Free] = Field(
+        None, description="vLLM: size of its cache on each device, states included; null: what is left, 1 GiB on a CPU"
+    )
+    enforce_eager: Annotated[bool, Free] = Field(True, description="vLLM: compile nothing; whole prompts gain little")
+    engine_args: dict[str, Any] = Field(default_factory=dict, description="vLLM: any other of its EngineArgs")
+    stall_seconds: Annotated[float, Free] = Field(900.0, description="vLLM: longest silence of a started engine")
+    max_quarantined: Annotated[Fraction, Free] = Field(
+        0.0, description="Share of the samples that may be set aside because they failed twice"
+    )
 
 
 class Draft(Section):
@@ -205,12 +222,6 @@ class Serve(Section):
     tensor_parallel_size: PositiveInt = 1
 
 
-class Report(Section):
-    """The page about a run."""
-
-    title: str | None = None
-
-
 class Recipe(Section):
     """A whole run."""
 
@@ -225,7 +236,6 @@ class Recipe(Section):
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
     serve: Serve = Serve()
-    report: Report = Report()
 
     @property
     def folder(self) -> Path:

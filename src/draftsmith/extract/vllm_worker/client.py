@@ -1,0 +1,111 @@
+"""The driver's end of the engine process (`engine.py`): starts it, sends samples, hears what became of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from draftsmith.extract.vllm_worker.engine import Job
+from draftsmith.extract.vllm_worker.failures import ENGINE, Failure, read_failures
+
+STOP_SECONDS = 30.0  # vLLM's own way out, before it is killed
+
+
+class EngineDied(Exception):
+    """The engine process ended before it was told to.
+
+    Attributes:
+        failure: what went wrong first, if anything in the engine could still write it down.
+        status: exit status of the process; -9 for signal 9.
+    """
+
+    def __init__(self, failure: Failure | None, status: int) -> None:
+        super().__init__(failure.type if failure else f"exit status {status}")
+        self.failure, self.status = failure, status
+
+
+class EngineProcess:
+    """A vLLM engine in a process, and a session, of its own. Use it as a context: it ends with the block.
+
+    Attributes:
+        capture, parts: how it captures and which worker writes which layer ids; known once it is ready.
+    """
+
+    def __init__(self, job: Mapping[str, Any], failures: Path, log: Path, environment: Mapping[str, str]) -> None:
+        reading, writing = os.pipe()
+        self._failures, self._events, self._rest = failures, reading, b""
+        self.capture: str | None = None
+        self.parts: list[list[int]] = []
+        with open(log, "ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "draftsmith.extract.vllm_worker.engine"],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[writing],
+                env=dict(environment),
+                start_new_session=True,  # a Ctrl-C is for the driver
+            )
+        os.close(writing)
+        self._write(Job(**job, failures=str(failures), events=writing).to_line())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let it end by itself if it was told that no more samples come, then end what is left of its session."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS if self._ending else 0.0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._events)
+
+    _ending = False
+
+    def send(self, number: int, input_ids: list[int]) -> None:
+        self._write(json.dumps({"number": number, "input_ids": input_ids}) + "\n")
+
+    def end(self) -> None:
+        """Say that no more samples come."""
+        self._ending = True
+        self._write('{"end": true}\n')
+
+    def receive(self, timeout_seconds: float) -> list[dict[str, Any]]:
+        """Events as they come; none if there were none in that time.
+
+        Raises:
+            EngineDied: the process ended.
+        """
+        if not select.select([self._events], [], [], timeout_seconds)[0]:
+            return []
+        data = os.read(self._events, 1 << 20)
+        if not data:
+            raise self._death()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        events = [json.loads(line) for line in lines]
+        for event in events:
+            if event["event"] == "ready":
+                self.capture, self.parts = event["capture"], event["parts"]
+        return events
+
+    def _write(self, line: str) -> None:
+        """A process that is gone is noticed by `receive`, which knows why."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+
+    def _death(self) -> EngineDied:
+        status = self._process.wait()
+        found = read_failures(self._failures)
+        in_workers = [failure for failure in found if failure.part != ENGINE]
+        return EngineDied(next(iter([*in_workers, *found]), None), status)

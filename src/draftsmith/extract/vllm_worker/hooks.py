@@ -1,0 +1,217 @@
+"""Hooked capture: the residual stream read at the decoder layers themselves, for models without an EAGLE-3 interface.
+
+A hook binds a layer's arguments by the signature of that layer's own forward, so that no order is assumed; what the
+parameters mean is told by their names, and a layer with a name that is not known here is refused before anything runs.
+
+Relied on (vLLM 0.24 and 0.32, V1 model runner): `GPUModelRunner.input_batch.req_ids`, `.query_start_loc`, `.input_ids`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftsmith.extract.vllm_worker.options import sample_number
+
+# Parameters of a decoder layer's forward that do not change what `hidden_states` and `residual` mean.
+ASIDE = {
+    "positions", "position_ids", "position_embeddings", "cache_position",
+    "attention_mask", "attn_metadata", "past_key_values", "past_key_value", "use_cache", "output_attentions",
+    "llama_4_scaling", "idx",
+}  # fmt: skip
+NOT_TEXT = ("vision", "visual", "audio", "speech", "mtp")
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a decoder layer is called: with the stream in one piece, or as two addends."""
+
+    signature: inspect.Signature
+    has_residual: bool
+
+    def stream(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """[tokens, Ht]: the residual stream that a layer is called with, in memory of its own."""
+        given = self.signature.bind(*args, **kwargs).arguments
+        hidden, residual = given["hidden_states"], given.get("residual")
+        return hidden.clone() if residual is None else hidden + residual
+
+
+def read_convention(layer: nn.Module) -> Convention:
+    """The convention of a layer, from the names of its forward's parameters.
+
+    Raises:
+        TypeError: a name is not known, or there are no `hidden_states`.
+    """
+    signature = inspect.signature(layer.forward)
+    names = {name for name, parameter in signature.parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
+    unknown = sorted(names - ASIDE - {"hidden_states", "residual"})
+    if unknown or "hidden_states" not in names:
+        problem = f"takes {', '.join(unknown)}" if unknown else "takes no hidden_states"
+        raise TypeError(
+            f"the decoder layer {type(layer).__name__}{signature} {problem}, and what its residual stream is then is "
+            "not known"
+        )
+    return Convention(signature, "residual" in names)
+
+
+def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The longest list of blocks that each hold attention or a state-space mixer, outside vision and audio towers."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    def is_block(module: nn.Module) -> bool:
+        return isinstance(module, PPMissingLayer) or any(isinstance(m, AttentionLayerBase) for m in module.modules())
+
+    found = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and not any(part in name for part in NOT_TEXT)
+        and all(is_block(block) for block in module)
+    ]
+    if not found:
+        raise TypeError(f"no list of decoder layers in {type(model).__name__}")
+    return max(found, key=len)
+
+
+class LayerHooks:
+    """Keeps the states of one forward at those of the layers asked for that are on this rank.
+
+    Attributes:
+        layer_ids: the ids that are here; with pipeline parallelism, each stage has its own.
+    """
+
+    def __init__(self, model: nn.Module, layer_ids: tuple[int, ...], hidden_size: int) -> None:
+        from vllm.model_executor.models.utils import PPMissingLayer
+
+        layers = find_decoder_layers(model)
+        if layer_ids[-1] != len(layers):
+            raise ValueError(f"{type(model).__name__} has {len(layers)} decoder layers, and N is {layer_ids[-1]}")
+        self.hidden_size = hidden_size
+        self.states: dict[int, torch.Tensor] = {}
+        places = {id: layers[min(id, len(layers) - 1)] for id in layer_ids}
+        self.layer_ids = tuple(id for id, layer in places.items() if not isinstance(layer, PPMissingLayer))
+        for id in self.layer_ids:
+            convention = read_convention(places[id])
+            if id < len(layers):
+                places[id].register_forward_pre_hook(partial(self._before, id, convention), with_kwargs=True)
+            else:
+                places[id].register_forward_hook(partial(self._after, id, convention))
+
+    def _before(self, id: int, convention: Convention, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        self._keep(id, convention.stream(args, kwargs))
+
+    def _after(self, id: int, convention: Convention, layer: nn.Module, args: Any, output: Any) -> None:
+        if convention.has_residual:
+            hidden, residual = output
+            self._keep(id, hidden + residual)
+        else:
+            self._keep(id, (output[0] if isinstance(output, tuple) else output).clone())
+
+    def _keep(self, id: int, state: torch.Tensor) -> None:
+        state = state.squeeze(0) if state.ndim == 3 else state  # transformers' own layers have a batch axis of 1
+        if state.ndim != 2 or state.shape[1] != self.hidden_size:
+            raise ValueError(f"the stream at layer id {id} is {list(state.shape)}, not [tokens, {self.hidden_size}]")
+        self.states[id] = state
+
+    def take(self, tokens: int) -> torch.Tensor:
+        """[tokens, L, Ht] of the forward just done, padding left out.
+
+        Raises:
+            RuntimeError: a layer was not called, or with fewer tokens.
+        """
+        lacking = [id for id in self.layer_ids if id not in self.states or len(self.states[id]) < tokens]
+        if lacking:
+            raise RuntimeError(f"of {tokens} tokens not all were seen at layer ids {lacking}")
+        stacked = torch.stack([self.states[id][:tokens] for id in self.layer_ids], dim=1)
+        self.states.clear()
+        return stacked
+
+
+@dataclass
+class Prompt:
+    """A prompt of which not all tokens were seen yet."""
+
+    number: int
+    tokens: int
+    computed_tokens: int = 0
+    input_ids: list[torch.Tensor] = field(default_factory=list)
+    states: list[torch.Tensor] = field(default_factory=list)
+
+
+Captured = tuple[int, torch.Tensor, torch.Tensor]  # sample number, input ids [T], states [T, L, Ht]
+
+
+class Joiner:
+    """Divides each forward's tokens among the requests, and joins the chunks of a prompt."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, Prompt] = {}
+
+    def follow(self, scheduler_output: Any) -> dict[str, int]:
+        """Note the requests that come and go. Returns the tokens of each that were computed before this step."""
+        for id in scheduler_output.finished_req_ids:
+            self._prompts.pop(id, None)
+        for request in scheduler_output.scheduled_new_reqs:
+            self._prompts[request.req_id] = Prompt(sample_number(request), len(request.prompt_token_ids))
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        return computed | {
+            request.req_id: request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs
+        }
+
+    def add(
+        self, computed: dict[str, int], spans: dict[str, tuple[int, int]], input_ids: torch.Tensor, states: torch.Tensor
+    ) -> list[Captured]:
+        """Take the tokens of a step, and return the prompts that end with it.
+
+        Args:
+            computed: what `follow` returned for this step.
+            spans: request → its first token in the batch and the one after its last.
+            input_ids: [tokens], as the model was given them.
+            states: [tokens, L, Ht].
+
+        Raises:
+            RuntimeError: a request goes on elsewhere than where it was left.
+        """
+        ended = []
+        for id, (start, stop) in spans.items():
+            prompt = self._prompts.get(id)
+            if prompt is None:
+                continue
+            if computed[id] == 0:  # new, or preempted and begun again
+                prompt.computed_tokens, prompt.input_ids, prompt.states = 0, [], []
+            if computed[id] != prompt.computed_tokens:
+                raise RuntimeError(
+                    f"sample number {prompt.number} goes on at token {computed[id]}, and {prompt.computed_tokens} were "
+                    "captured: the engine took some from its prefix cache, or a chunk was lost"
+                )
+            prompt.input_ids.append(input_ids[start:stop].clone())  # a buffer that the engine writes again
+            prompt.states.append(states[start:stop])
+            prompt.computed_tokens += stop - start
+            if prompt.computed_tokens >= prompt.tokens:
+                del self._prompts[id]
+                whole = torch.cat(prompt.input_ids), torch.cat(prompt.states)
+                ended.append((prompt.number, whole[0][: prompt.tokens], whole[1][: prompt.tokens]))
+        return ended
+
+
+def batch_spans(runner: Any, scheduled: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """Where each request's tokens are in the batch that the model runner has just run.
+
+    Raises:
+        RuntimeError: the runner and the scheduler do not agree.
+    """
+    ids = runner.input_batch.req_ids
+    offsets = runner.query_start_loc.np[: len(ids) + 1].tolist()
+    spans = {id: (start, stop) for id, start, stop in zip(ids, offsets, offsets[1:], strict=False)}
+    lengths = {id: stop - start for id, (start, stop) in spans.items()}
+    if lengths != scheduled:
+        raise RuntimeError(f"the batch holds {lengths} tokens by request, and {scheduled} were scheduled")
+    return spans
