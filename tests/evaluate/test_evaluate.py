@@ -10,6 +10,7 @@ from draftsmith.draft.files import save_draft
 from draftsmith.draft.model import Draft
 from draftsmith.errors import CheckFailed, CheckpointError, DataError, StoreError
 from draftsmith.evaluate import run
+from draftsmith.evaluate.held_out import choose_prompts, open_held_out
 from draftsmith.rundir import RunPaths
 from tests.evaluate.builders import ANSWER_TOKENS, PROMPTS, STEPS, World, build_run, make_recipe
 
@@ -135,6 +136,17 @@ def test_prompts_without_room_for_an_answer_are_refused(world: World, tmp_path: 
     paths = build_run(world, tmp_path)
     with pytest.raises(DataError, match="no held-out prompt leaves room"):
         run(make_recipe(paths, max_new_tokens=510), paths)
+
+
+def test_the_seed_draws_the_prompts(world: World, tmp_path: Path) -> None:
+    paths = build_run(world, tmp_path)
+
+    def draw(seed: int) -> list[str]:
+        recipe = make_recipe(paths, prompts=2, compare_untrained=False).model_copy(update={"seed": seed})
+        return choose_prompts(open_held_out(recipe, paths))
+
+    assert draw(1) == draw(1)
+    assert len({tuple(draw(seed)) for seed in range(6)}) > 1
 
 
 def test_fewer_prompts_than_wanted_is_said(world: World, tmp_path: Path) -> None:

@@ -73,6 +73,11 @@ def test_the_interval_draws_whole_conversations() -> None:
     assert confidence_95(texts, 3, seed=0) == (1, 4)
 
 
+def test_texts_of_one_conversation_are_drawn_together() -> None:
+    texts = [text([a], conversation=c) for c, a in (("x", 3), ("x", 0), ("y", 0), ("y", 3))]
+    assert confidence_95(texts, 3, seed=0) == (2.5, 2.5)
+
+
 def test_each_round_starts_after_the_accepted_tokens_and_the_bonus() -> None:
     assert round_starts(8, [0, 3, 1]) == [8, 9, 13]
     assert round_starts(8, []) == []
