@@ -40,8 +40,11 @@ CONFIG = {
 
 
 def write_model(folder: Path) -> None:
-    """A model folder as small as it can be: a configuration and one file of weights, of zeros."""
+    """A model folder as small as it can be: configuration, tokenizer, and one file of weights, of zeros."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
+    vocabulary = {"model": {"type": "WordLevel", "vocab": {f"<{i}>": i for i in range(256)}}}
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     shapes = {"model.embed_tokens.weight": [256, 64], "model.norm.weight": [64]}
     shapes |= {f"model.layers.{layer}.input_layernorm.weight": [64] for layer in range(8)}
     header, end = {}, 0
