@@ -44,7 +44,8 @@ def dialogue(
             context.append(message)
             asked = asked or message["role"] in ("user", "tool")
             continue
-        if context[-1]["role"] == "assistant":  # a second answer to one question
+        awaited = ("user", "tool") if message is None else ("user", "tool", "system", "developer")
+        if context[-1]["role"] not in awaited:  # a second answer to one question, or nothing more to answer
             continue
         if turn == settings.regenerate.max_turns:
             return "as many turns as asked for"
@@ -87,8 +88,8 @@ def message_of(chat: Chat, answer_ids: list[int]) -> dict[str, Any]:
         content = "".join(words for channel, words in parts if channel == "final")
         reasoning = "\n".join(words for channel, words in parts if channel != "final")
     else:
-        reasoning, _, content = text.rpartition("</think>")
+        reasoning, mark, content = text.rpartition("</think>")
         reasoning = reasoning.strip().removeprefix("<think>").strip()
-        content = content.lstrip("\n") if reasoning else content
+        content = content.lstrip("\n") if mark else content
     message = {"role": "assistant", "content": content}
     return {**message, **dict.fromkeys(REASONING_KEYS, reasoning)} if reasoning else message

@@ -184,7 +184,8 @@ class _Server:
         Raises:
             EngineError: the server refuses the request, or the trouble lasts.
         """
-        trouble, wait = "", _FIRST_WAIT_SECONDS
+        troubles: dict[str, None] = {}  # in their order, each once: the first is the telling one
+        wait = _FIRST_WAIT_SECONDS
         for attempt in range(_TRIES):
             if attempt:
                 await asyncio.sleep(wait)
@@ -199,15 +200,16 @@ class _Server:
                     "the answers there are",
                 ) from error
             except (httpx.TransportError, httpx.InvalidURL) as error:
-                trouble = f"{type(error).__name__} {error}".strip()
+                troubles[f"{type(error).__name__} {error}".strip()] = None
                 continue
             if response.status_code == 200:
                 return _json(response, self._url(path))
             trouble = f"HTTP {response.status_code}: {response.text[:500]}"
             if response.status_code not in _PASSING:
                 raise _Refused(response.status_code, trouble, self._url(path))
+            troubles[trouble] = None
         raise EngineError(
-            f"failed {_TRIES} times in a row, at last with {trouble}",
+            f"failed {_TRIES} times in a row: {'; then '.join(troubles)}",
             where=self._url(path),
             hint="see that the server runs, and repeat the command: it goes on from the answers there are",
         )
@@ -252,8 +254,13 @@ def _same_text(ours: str, choice: dict[str, Any]) -> bool:
 def _openai_message(message: dict[str, Any]) -> dict[str, Any]:
     """A turn with the keys that the protocol knows, arguments of calls as text."""
     known: dict[str, Any] = {key: message[key] for key in ("role", "content", "name", "tool_call_id") if key in message}
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"].get("arguments", {}))}}
-        for call in message.get("tool_calls") or ()
-    ]
-    return {**known, "tool_calls": calls} if calls else known
+    if message.get("tool_calls"):
+        known["tool_calls"] = [_openai_call(call) for call in message["tool_calls"]]
+    return known
+
+
+def _openai_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", {})
+    arguments = function.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}

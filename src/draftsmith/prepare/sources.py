@@ -7,9 +7,11 @@ kept: tool calls and results, system turns, reasoning, names. What cannot be use
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -80,11 +82,8 @@ def read_conversations(sources: list[Source], tally: Tally, *, answers_needed: b
     seen: Counter[str] = Counter()
     for number, source in enumerate(sources):
         domain = source.domain or Path(source.path).stem
-        for index, (place, record) in enumerate(_records(source, number)):
-            if index < source.skip:
-                continue
-            if source.limit is not None and index >= source.skip + source.limit:
-                break
+        stop = None if source.limit is None else source.skip + source.limit
+        for index, (place, record) in islice(enumerate(_records(source, number)), source.skip, stop):
             tally.read += 1
             own_id = record.get("id") if isinstance(record, dict) else None
             base = f"{domain}/{own_id if isinstance(own_id, str | int) and own_id != '' else index}"
@@ -142,7 +141,7 @@ def _json_array(path: Path, accept_truncated: bool, number: int) -> Iterator[tup
             text = error.args[0].decode(errors="replace") if isinstance(error.args[0], bytes) else str(error)
             problem = text.splitlines()[0]
             after = f"after record {index - 1}" + (f" (id {last_id})" if last_id is not None else "") if index else ""
-            if "premature EOF" in problem:
+            if "premature EOF" in problem or ("UTF8" in problem and _ends_inside_a_character(file)):
                 if not accept_truncated:
                     how_far = f"{index} records are whole; it ends {after or 'in the first'}"
                     raise _cut_off(how_far, path, number) from error
@@ -174,6 +173,17 @@ def _json_lines(path: Path, accept_truncated: bool, number: int) -> Iterator[tup
                     f"line {line_number} is not valid JSON: {error}", where=f"{path}:{line_number}", hint=hint
                 ) from error
             yield f"line {line_number}", record
+
+
+def _ends_inside_a_character(file: BinaryIO) -> bool:
+    """Whether a UTF-8 file that is read to its end lacks the last bytes of a character."""
+    if file.read(1):
+        return False
+    file.seek(-min(3, file.tell()), os.SEEK_CUR)
+    for number, byte in enumerate(reversed(file.read()), 1):
+        if byte >= 0xC0:  # the first of 2, 3 or 4 bytes
+            return number < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)
+    return False
 
 
 def _cut_off(how_far: str, path: Path, number: int) -> DataError:
