@@ -135,6 +135,13 @@ class Batch:
     aux: torch.Tensor  # [S, A, Ht]
     last: torch.Tensor  # [S, Ht]
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.input_ids, self.loss_mask, self.document, self.position, self.aux, self.last
+
+    def pinned(self) -> Batch:
+        """In memory that a GPU copies from without a wait of the host."""
+        return Batch(self.sample_ids, *(x if x.is_cuda else x.pin_memory() for x in self.tensors()))
+
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """On the device, with the states in the given dtype."""
         return Batch(

@@ -9,52 +9,136 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.draft import fast_attention, fast_loss, kernels
+from draftsmith.draft import fast_attention, fast_layers, fast_loss, kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ATTENTION = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # on CUDA, matrix units round float32 to tf32
 
 
 def on_device(*tensors):
     return [x.to(DEVICE) for x in tensors]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 10), (8, 1, 16)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_merge_kernels_are_the_merge(heads, kv_heads, dim, dtype):
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "steps"), [(2, 2, 16, 1), (3, 1, 24, 3)])
+def test_the_attention_kernels_are_the_attention(heads, kv_heads, dim, steps):
     torch.manual_seed(0)
-    slots, steps = 9, 3
-    packed = torch.randn(steps, slots, (heads + 2 * kv_heads) * dim).to(dtype)  # strided, as the unroll has them
-    query, keys, values = packed.unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=-2)
-    query = query[-1]
-    out, dout, dquery = (torch.randn(slots, heads, dim).to(dtype) for _ in range(3))
-    lse, dkv = torch.randn(heads, slots), torch.randn(steps, slots, 2, kv_heads, dim).to(dtype)
-    merged, merged_lse, dquery_there, dkv_there = out.clone(), lse.clone(), dquery.clone(), dkv.clone()
-    fast_attention.merge_own(query, keys, values, merged, merged_lse)
-    fast_attention.merge_own_backward(
-        dout, query, keys, values, merged, merged_lse, dquery_there, dkv_there[:, :, 0], dkv_there[:, :, 1]
-    )
-    inputs = on_device(dout, merged, merged_lse)
-    packed, out, lse, dquery, dkv = on_device(packed, out, lse, dquery, dkv)
-    query, keys, values = packed.unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=-2)
-    kernels.merge_own(query[-1], keys, values, out, lse)
-    kernels.merge_own_backward(inputs[0], query[-1], keys, values, *inputs[1:], dquery, dkv[:, :, 0], dkv[:, :, 1])
-    for found, there in [(out, merged), (lse, merged_lse), (dquery, dquery_there), (dkv, dkv_there)]:
-        torch.testing.assert_close(found.cpu(), there)
+    spans, slots = [(0, 1), (1, 140), (140, 160)], 160
+    here, there = (fast_attention.Documents.of(spans, torch.device(device)) for device in ("cpu", DEVICE))
+    packed = torch.randn(steps, slots, (heads + 2 * kv_heads) * dim).to(ATTENTION)  # strided, as the unroll has them
+    dout = torch.randn(slots, heads, dim).to(ATTENTION)
+    dkv = torch.randn(steps, slots, 2, kv_heads, dim).to(ATTENTION)
+    outcomes = []
+    for documents, device in [(here, "cpu"), (there, DEVICE)]:
+        query, keys, values = packed.to(device).unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=-2)
+        query, out, added = (
+            query[-1],
+            torch.empty(slots, heads, dim, dtype=ATTENTION, device=device),
+            dkv.to(device, copy=True),
+        )
+        lse = torch.empty(heads, slots, device=device)
+        attend, attend_backward = fast_attention.attend, fast_attention.attend_backward
+        if documents is there:  # where there is no GPU, the interpreter's tensors are on the CPU too
+            kernels.attend(query, keys, values, documents.blocks, out, lse)
+            dquery = kernels.attend_backward(
+                dout.to(device), query, keys, values, out, lse, documents.blocks, added[:, :, 0], added[:, :, 1]
+            )
+        else:
+            attend(query, keys, values, documents, out=out, lse=lse)
+            dquery = attend_backward(
+                dout, query, keys, values, out, lse, documents, dkeys=added[:, :, 0], dvalues=added[:, :, 1]
+            )
+        outcomes.append([x.float().cpu() for x in (out, lse, dquery, added)])
+    for found, expected in zip(*outcomes[::-1], strict=True):
+        assert (found - expected).norm() < (1e-2 if DEVICE == "cuda" else 1e-5) * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_kernels_are_the_norms(dtype):
+    torch.manual_seed(0)
+    x, other, dnormed, through, around = (torch.randn(5, 300).to(dtype) for _ in range(5))
+    weight, grouped, of_groups = torch.randn(300), torch.randn(5, 3, 40).to(dtype), torch.randn(3, 40)
+    for value, scale in ((x, None), (x, weight), (grouped, of_groups)):
+        moved, normed = value.to(DEVICE), torch.empty_like(value, device=DEVICE)
+        kernels.rms_norm(moved, None if scale is None else scale.to(DEVICE), 1e-5, normed)
+        assert_same([normed], [fast_layers.rms_norm(value, scale, 1e-5)])
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    fast_layers.add_rms_norm(x, other, weight, 1e-5, total=total, out=normed)
+    found = on_device(torch.empty_like(x), torch.empty_like(x))
+    kernels.add_rms_norm(*on_device(x, other, weight), 1e-5, *found)
+    assert_same(found, [total, normed])
+    for more in ({}, {"through": through}, {"around": around}, {"through": through, "around": around}):
+        dx, moved = torch.empty_like(x), on_device(x.clone(), weight, dnormed)
+        dweight = fast_layers.rms_norm_backward(x, weight, dnormed, 1e-5, **more, out=dx)
+        pointers = [more[name].to(DEVICE) if name in more else None for name in ("through", "around")]
+        found = kernels.rms_norm_backward(*moved, 1e-5, *pointers, moved[0])  # in place
+        assert_same([found, moved[0]], [dweight, dx])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_swiglu_kernels_are_swiglu(dtype):
+    torch.manual_seed(0)
+    expected = [torch.randn(7, 2 * 1100).to(dtype), torch.randn(7, 1100).to(dtype)]
+    found = on_device(*(x.clone() for x in expected))
+    assert_same([kernels.swiglu(found[0])], [fast_layers.swiglu(expected[0])])
+    kernels.swiglu_backward(*found)
+    fast_layers.swiglu_backward_(*expected)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (18, 3, 20)])
+def test_the_rotation_kernels_are_the_rotation(heads, kv_heads, dim):
+    torch.manual_seed(0)
+    slots, width = 6, heads + 2 * kv_heads
+    angle, position = torch.rand(20, dim // 2) * 6, torch.randint(0, 17, (slots,))
+    rotation = fast_layers.Rotation(angle.cos(), angle.sin(), position, 2)
+    moved = fast_layers.Rotation(*on_device(angle.cos(), angle.sin(), position), 2)
+    projected, embedded, dembedded = (torch.randn(slots, width, dim) for _ in range(3))
+    dquery, dkv = projected[:, :heads].contiguous(), projected[:, heads:].contiguous()
+    target = torch.empty_like(projected)
+    inputs = on_device(projected, embedded, torch.empty_like(target))
+    fast_layers.rotate_sum(projected, embedded, target, rotation, kv_heads)
+    kernels.rotate_sum(*inputs, moved, kv_heads)
+    assert_same([inputs[2]], [target])
+    of_query, of_kv, sums, found = on_device(dquery, dkv, dembedded.clone(), torch.empty_like(target))
+    kernels.rotate_back(of_query, of_kv, moved, kv_heads, sums, found)
+    fast_layers.rotate_back(dquery, dkv, rotation, kv_heads, dembedded, out=target)
+    assert_same([found, sums], [target, dembedded])
+
+
+def test_rows_are_gathered_and_put_back():
+    states, at = torch.randn(3, 9, 10), torch.tensor([7, 0, 4, 5])
+    moved = on_device(states.clone(), at)
+    packed = fast_loss.gather_rows(states, at)
+    found = kernels.gather_rows(*moved)
+    assert torch.equal(found.cpu(), packed)
+    fast_loss.scatter_rows(packed * 2, states, at)
+    kernels.scatter_rows(found * 2, *moved)
+    assert torch.equal(moved[0].cpu(), states)
+
+
+def test_the_teachers_kernel_is_its_softmax_entropy_and_choice():
+    expected = torch.randn(4, 9000) * 3
+    found = expected.to(DEVICE, copy=True)
+    assert_same(kernels.teacher_rows(found), fast_loss.teacher_rows(expected))
+    assert_same([found], [expected])
 
 
 @pytest.mark.parametrize("kind", ["soft_cross_entropy", "forward_kl", "lk", "lk_hybrid"])
 @pytest.mark.parametrize("vocab", [100, 5000])
 def test_the_loss_kernel_is_the_loss(kind, vocab):
     torch.manual_seed(0)
-    student, teacher = torch.randn(3, 4, vocab) * 2, torch.randn(4, vocab) * 2
-    log_mass, weight = -torch.rand(4), torch.rand(3, 4)
+    student, probs = torch.randn(3, 4, vocab) * 2, torch.randn(4, vocab) * 2
+    entropy, _ = fast_loss.teacher_rows(probs)
+    mass, weight = torch.rand(4), torch.rand(3, 4)
     weight[0, 0] = 0
     expected = student.clone()
-    losses, best, _ = fast_loss.loss_rows(expected, teacher, log_mass, weight, kind)
-    lse, entropy, _ = fast_loss._teacher_rows(teacher)
-    if kind == "soft_cross_entropy":
-        entropy = torch.zeros_like(entropy)
-    found, *inputs = on_device(student, teacher, lse, entropy, log_mass, weight)
+    losses, best = fast_loss.loss_rows(expected, probs, entropy, mass, weight, kind)
+    found, *inputs = on_device(student, probs, entropy, mass, weight)
     found_losses, found_best = kernels.loss_rows(found, *inputs, kind)
     torch.testing.assert_close(found_losses.cpu(), losses)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-7)

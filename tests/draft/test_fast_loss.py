@@ -15,6 +15,7 @@ from draftsmith.draft.fast_loss import (
     find_targets,
     head_of_draft_vocabulary,
     loss_rows,
+    teacher_rows,
 )
 from draftsmith.draft.loss import slot_losses, spans_of, teacher_of, total_loss, unrolled_loss
 from draftsmith.draft.model import Draft
@@ -54,7 +55,9 @@ def test_the_fast_loss_has_the_values_and_gradients_of_the_plain_one(kind, mask)
     expected = total_loss(plain, [result.loss_count for result in plain], DECAY)
     targets, weights = find(draft, head, batch, kind, mask=mask)
     draft_head = head_of_draft_vocabulary(head, draft)
-    loss, results = fast_unrolled_loss(draft, draft_head, batch, spans_of(batch.document), targets, weights, kind)
+    loss, results = fast_unrolled_loss(
+        draft, draft_head, batch, batch.last, spans_of(batch.document), targets, weights, kind
+    )
     torch.testing.assert_close(loss, expected)
     for fast, slow in zip(results, plain, strict=True):
         torch.testing.assert_close(fast.loss_sum, slow.loss_sum.detach())
@@ -72,7 +75,7 @@ def test_the_whole_vocabulary_needs_no_map(kind):
     draft.initialise(head, None, seed=0)
     plain = unrolled_loss(draft, batch, teacher_of(draft, head, batch.last), STEPS, True, kind)
     targets, weights = find(draft, head, batch, kind, mask=True)
-    _, results = fast_unrolled_loss(draft, head, batch, spans_of(batch.document), targets, weights, kind)
+    _, results = fast_unrolled_loss(draft, head, batch, batch.last, spans_of(batch.document), targets, weights, kind)
     for fast, slow in zip(results, plain, strict=True):
         torch.testing.assert_close(fast.loss_sum, slow.loss_sum.detach())
         assert int(fast.accepted) == int(slow.accepted)
@@ -94,12 +97,14 @@ def test_the_chunked_losss_gradient_is_the_slope_of_its_value(kind):
 def test_a_row_of_logits_becomes_the_gradient_that_autograd_finds(kind):
     torch.manual_seed(0)
     student = torch.randn(2, 5, 11, dtype=torch.float64, requires_grad=True)
-    teacher, weight, log_mass = torch.randn(5, 11).double(), torch.rand(2, 5).double(), -torch.rand(5).double()
-    probs, mass = teacher.softmax(-1), log_mass.exp()
+    teacher, weight, mass = torch.randn(5, 11).double(), torch.rand(2, 5).double(), torch.rand(5).double()
+    probs = teacher.softmax(-1)
     expected = torch.stack([slot_losses(rows, probs, mass, kind) for rows in student])
     (expected * weight).sum().backward()
     memory = student.detach().clone()
-    losses, best, teacher_best = loss_rows(memory, teacher, log_mass, weight, kind)
+    rows = teacher.clone()
+    entropy, teacher_best = teacher_rows(rows)
+    losses, best = loss_rows(memory, rows, entropy, mass, weight, kind)
     torch.testing.assert_close(losses, expected.detach())
     torch.testing.assert_close(memory, student.grad)
     assert torch.equal(best, student.argmax(-1))
@@ -135,7 +140,7 @@ def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient():
     targets, weights = find(draft, head, batch, "soft_cross_entropy", mask=True)
     draft_head = head_of_draft_vocabulary(head, draft)
     loss, _ = fast_unrolled_loss(
-        draft, draft_head, batch, spans_of(batch.document), targets, weights, "soft_cross_entropy"
+        draft, draft_head, batch, batch.last, spans_of(batch.document), targets, weights, "soft_cross_entropy"
     )
     assert loss.item() == 0
     assert all(not gradient.any() for gradient in gradients(draft, loss).values())
@@ -165,7 +170,14 @@ def test_the_logits_in_memory_do_not_grow_with_the_batch(kind, monkeypatch):
         with LargestLogits() as seen:
             targets, weights = find(draft, head, batch, kind, mask=True)
             loss, _ = fast_unrolled_loss(
-                draft, head_of_draft_vocabulary(head, draft), batch, spans_of(batch.document), targets, weights, kind
+                draft,
+                head_of_draft_vocabulary(head, draft),
+                batch,
+                batch.last,
+                spans_of(batch.document),
+                targets,
+                weights,
+                kind,
             )
             loss.backward()
         largest.append(seen.numbers)

@@ -9,13 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.draft.attention import UnrollAttention
-from draftsmith.draft.fast_attention import (
-    Documents,
-    causal_attention,
-    causal_attention_backward,
-    merge_own,
-    merge_own_backward,
-)
+from draftsmith.draft.fast_attention import Documents, attend, attend_backward
 from draftsmith.draft.fast_unroll import Unroll, UnrollInputs, Weights, fast_unroll
 from draftsmith.draft.loss import spans_of
 from draftsmith.draft.unroll import unroll
@@ -99,25 +93,22 @@ def test_the_unrolls_gradient_is_the_slope_of_its_values():
     assert torch.autograd.gradcheck(run, weights, fast_mode=True)
 
 
-class MergedAttention(torch.autograd.Function):
+class FastAttention(torch.autograd.Function):
     """The fast attention of step k by itself, to be held against the plain one."""
 
     @staticmethod
     def forward(ctx, documents, query, keys, values):
-        out, lse = causal_attention(query, keys[0], values[0], documents)
-        merge_own(query, keys[1:], values[1:], out, lse)
+        out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
+        attend(query, keys, values, documents, out=out, lse=lse)
         ctx.documents = documents
         ctx.save_for_backward(query, keys, values, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        query, keys, values, out, lse = ctx.saved_tensors
+        _, keys, values, *_ = ctx.saved_tensors
         dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
-        dquery, dkeys[0], dvalues[0] = causal_attention_backward(
-            dout.contiguous(), query, keys[0], values[0], out, lse, ctx.documents
-        )
-        merge_own_backward(dout, query, keys[1:], values[1:], out, lse, dquery, dkeys[1:], dvalues[1:])
+        dquery = attend_backward(dout.contiguous(), *ctx.saved_tensors, ctx.documents, dkeys=dkeys, dvalues=dvalues)
         return None, dquery, dkeys, dvalues
 
 
@@ -132,7 +123,7 @@ def test_a_causal_pass_merged_with_the_slots_own_keys_is_attention_over_both(len
     plain = UnrollAttention(spans)
     for key, value in zip(keys, values, strict=True):
         expected = plain(query, key, value)
-    found = MergedAttention.apply(Documents.of(spans, CPU), query, keys, values)
+    found = FastAttention.apply(Documents.of(spans, CPU), query, keys, values)
     torch.testing.assert_close(found, expected)
     dout = torch.randn_like(found)
     gradients = (torch.autograd.grad(x, (query, keys, values), dout) for x in (found, expected))
@@ -140,12 +131,12 @@ def test_a_causal_pass_merged_with_the_slots_own_keys_is_attention_over_both(len
         torch.testing.assert_close(one, other)
 
 
-def test_the_merged_attentions_gradient_is_the_slope_of_its_values():
+def test_the_fast_attentions_gradient_is_the_slope_of_its_values():
     torch.manual_seed(0)
     query = torch.randn(6, 2, 4, dtype=torch.float64, requires_grad=True)
     keys, values = (torch.randn(3, 6, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     documents = Documents.of([(0, 5), (5, 6)], CPU)
-    assert torch.autograd.gradcheck(lambda *x: MergedAttention.apply(documents, *x), (query, keys, values))
+    assert torch.autograd.gradcheck(lambda *x: FastAttention.apply(documents, *x), (query, keys, values))
 
 
 def test_no_tensor_of_the_unroll_grows_with_the_square_of_a_documents_length():

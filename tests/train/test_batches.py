@@ -35,6 +35,6 @@ def test_a_flat_batch_numbers_documents_and_restarts_positions(tiny_target):
 def test_batches_come_in_the_planned_order_with_their_own_states(tmp_path, tiny_target):
     samples = features_of(tiny_target, [4, 6, 5])
     store = build_store(tmp_path / "store", tiny_target, samples)
-    batches = list(read_batches(store, [[2], [0, 1]]))
+    batches = list(read_batches(store, [[2], [0, 1]], lambda batch: batch))
     assert [batch.sample_ids for batch in batches] == [("s2",), ("s0", "s1")]
     assert torch.equal(batches[0].last, samples[2].last)

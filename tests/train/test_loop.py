@@ -31,6 +31,10 @@ def weights(trainer):
     return {name: tensor.clone() for name, tensor in trainer.draft.state_dict().items()}
 
 
+def results_of(trainer, samples):
+    return trainer.learner.loss(trainer.learner.prepare(flat_batch(samples)))[1]
+
+
 def assert_same_bits(one, other):
     assert one.keys() == other.keys()
     for name in one:
@@ -91,8 +95,8 @@ def test_a_batch_that_nobody_answered_in_changes_nothing(tmp_path, tiny_target, 
     trainer = make_trainer(tmp_path, tiny_target, store)
     silent = [dataclasses.replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) for sample in samples[:3]]
     before = weights(trainer)
-    figures = trainer.train_step(flat_batch(silent), 0)
-    assert figures["loss"] == 0
+    launched = trainer.train_step(trainer.learner.prepare(flat_batch(silent)), 0)
+    assert launched.figures()["loss"] == 0
     assert_same_bits(before, weights(trainer))
 
 
@@ -101,15 +105,14 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_samples(tmp_path, tiny_ta
     broken = dataclasses.replace(samples[3], aux=torch.full_like(samples[3].aux, torch.nan))
     before = weights(trainer)
     with pytest.raises(CheckFailed, match="s1, s3"):
-        trainer.train_step(flat_batch([samples[1], broken]), 0)
+        trainer.train_step(trainer.learner.prepare(flat_batch([samples[1], broken])), 0).figures()
     assert_same_bits(before, weights(trainer))
 
 
 def test_the_gradient_is_that_of_the_mean_over_slots_whatever_shares_the_batch(tmp_path, tiny_target, store, samples):
     """Two documents in one batch weigh by their counted slots, as if their losses were summed and divided once."""
     trainer = make_trainer(tmp_path, tiny_target, store)
-    _, both = trainer.learner.loss(flat_batch([samples[1], samples[3]]))
-    apart = [trainer.learner.loss(flat_batch([sample]))[1] for sample in (samples[1], samples[3])]
+    both, *apart = (results_of(trainer, chosen) for chosen in ([samples[1], samples[3]], [samples[1]], [samples[3]]))
     for k, step in enumerate(both):
         assert step.counted == sum(part[k].counted for part in apart)
         assert step.loss_count == sum(part[k].loss_count for part in apart)
@@ -127,7 +130,7 @@ def test_the_teacher_in_chunks_is_the_teacher_at_once(tmp_path, tiny_target, sto
 def test_a_token_that_the_draft_cannot_say_is_never_accepted_and_not_trained_on(tmp_path, tiny_target, store, samples):
     trainer = make_trainer(tmp_path, tiny_target, store)
     (masked, *_), (unmasked, *_) = (
-        make_trainer(tmp_path, tiny_target, store, mask_out_of_vocab=mask).learner.loss(flat_batch(samples))[1]
+        results_of(make_trainer(tmp_path, tiny_target, store, mask_out_of_vocab=mask), samples)
         for mask in (True, False)
     )
     sayable = teacher_of(trainer.draft, trainer.head, flat_batch(samples).last).top1 % 2 == 0

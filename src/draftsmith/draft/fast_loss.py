@@ -21,8 +21,8 @@ import torch
 
 from draftsmith.draft.attention import Spans
 from draftsmith.draft.fast_attention import Documents
+from draftsmith.draft.fast_layers import add_product, wide
 from draftsmith.draft.fast_unroll import UnrollInputs, fast_unroll
-from draftsmith.draft.fused import accumulate, fused, wide
 from draftsmith.draft.loss import HYBRID_DECAY, LEAST_OVERLAP, StepResult
 from draftsmith.draft.model import Draft
 from draftsmith.draft.unroll import counted_slots, shift
@@ -43,7 +43,7 @@ class Targets:
     counted: torch.Tensor  # [K, S] bool, what serving would draft
     trained: torch.Tensor  # [K, S] bool, what the loss is taken over
     sayable: torch.Tensor | None  # [S] bool, the target's top-1 is in the draft vocabulary; None where not asked
-    log_mass: torch.Tensor | None  # [S], log of the draft vocabulary's share of the target's probability; likewise
+    mass: torch.Tensor | None  # [S], the draft vocabulary's share of the target's probability; likewise
 
     @property
     def counts(self) -> torch.Tensor:
@@ -84,28 +84,28 @@ def find_targets(
     used = torch.nn.functional.pad(counted.any(0), (0, len(counted)))
     positions, others = (rows.nonzero().flatten().to(last.device, non_blocking=True) for rows in (used, ~used))
     counted = counted.to(last.device, non_blocking=True)
-    sayable = log_mass = None
+    sayable = share = None
     if top1 or mass:
-        sayable, log_mass = _ask_whole_vocabulary(draft, head, last, positions, mass)
+        sayable, share = _ask_whole_vocabulary(draft, head, last, positions, mass)
     trained = counted & sayable if mask and sayable is not None else counted
-    return Targets(positions, others, counted, trained, sayable, log_mass)
+    return Targets(positions, others, counted, trained, sayable, share)
 
 
 def _ask_whole_vocabulary(
     draft: Draft, head: TargetHead, last: torch.Tensor, positions: torch.Tensor, mass: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sayable = torch.zeros(len(last), dtype=torch.bool, device=last.device)
-    log_mass = torch.zeros(len(last), dtype=wide(last).dtype, device=last.device)
+    share = torch.ones(len(last), dtype=wide(last).dtype, device=last.device)
     if draft.draft_ids is None:
-        return ~sayable, log_mass
+        return ~sayable, share
     rows = max(1, VOCABULARY_CHUNK_BYTES // (head.lm_head.shape[0] * last.element_size()))
     for chunk in positions.split(rows):
         logits = head.logits(last[chunk])
         sayable[chunk] = draft.t2d[logits.argmax(-1)]
         if mass:
             logits = wide(logits)
-            log_mass[chunk] = logits[:, draft.draft_ids].logsumexp(-1) - logits.logsumexp(-1)
-    return sayable, log_mass
+            share[chunk] = (logits[:, draft.draft_ids].logsumexp(-1) - logits.logsumexp(-1)).exp()
+    return sayable, share
 
 
 @dataclass(frozen=True)
@@ -121,21 +121,22 @@ class LossInputs:
 
 
 def fast_unrolled_loss(
-    draft: Draft, draft_head: TargetHead, batch: Batch, spans: Spans, targets: Targets, step_weights: torch.Tensor,
-    kind: LossKind,
+    draft: Draft, draft_head: TargetHead, batch: Batch, last: torch.Tensor, spans: Spans, targets: Targets,
+    step_weights: torch.Tensor, kind: LossKind,
 ) -> tuple[torch.Tensor, list[StepResult]]:  # fmt: skip
     """Σ_k step_weights[k] · (loss sum of step k), and the sums themselves, without gradients.
 
     Args:
         draft_head: of `head_of_draft_vocabulary`.
         batch: on the device, its states in the dtype to compute in.
+        last: [S, Ht], the batch's in the head's dtype.
         spans: of the batch's documents.
         step_weights: [K], decay^k over the count of the whole global batch.
     """
     steps = len(targets.counted)
     documents = Documents.of(spans, batch.aux.device)
     states = fast_unroll(UnrollInputs(draft, batch.input_ids, batch.aux, batch.position, documents, steps))
-    inputs = LossInputs(targets, draft_head, batch.last, step_weights, kind, CHUNK_ROWS[batch.aux.device.type])
+    inputs = LossInputs(targets, draft_head, last, step_weights, kind, CHUNK_ROWS[batch.aux.device.type])
     loss, sums, right = ChunkedLoss.apply(states, draft.lm_head.weight, inputs)
     correct = right & targets.counted if targets.sayable is None else right & targets.counted & targets.sayable
     counted, counts = targets.counted.sum(1), targets.counts
@@ -167,18 +168,19 @@ class ChunkedLoss(torch.autograd.Function):
         dweight = None
         for at in targets.positions.split(max(1, inputs.chunk_rows // (steps + 1))):
             teacher = inputs.head.logits(inputs.last[at])  # [c, Vd]
-            hidden = states[:, at].flatten(0, 1)  # [K·c, H]
+            hidden = gather_rows(states, at)  # [K·c, H]
             logits = (hidden @ weight.t()).unflatten(0, (steps, -1))
-            log_mass = None if targets.log_mass is None else targets.log_mass[at]
-            losses, best, teacher_best = loss_rows(logits, teacher, log_mass, row_weights[:, at], inputs.kind)
+            entropy, teacher_best = teacher_rows(teacher)
+            mass = None if targets.mass is None else targets.mass[at]
+            losses, best = loss_rows(logits, teacher, entropy, mass, row_weights[:, at], inputs.kind)
             sums += (losses * targets.trained[:, at]).sum(1)
             right[:, at] = best == teacher_best
             if learn:
                 gradient = logits.flatten(0, 1)  # loss_rows left it there
-                dweight = accumulate(dweight, gradient, hidden)
-                states[:, at] = (gradient @ weight).unflatten(0, (steps, -1))
+                dweight = add_product(dweight, gradient, hidden)
+                scatter_rows(gradient @ weight, states, at)
         if learn:
-            states[:, targets.others] = 0
+            states.index_fill_(1, targets.others, 0)
             ctx.dweight = torch.zeros_like(lm_head) if dweight is None else dweight.to(lm_head.dtype)
             ctx.dstates = states
         ctx.mark_non_differentiable(sums, right)
@@ -187,41 +189,55 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
-        dstates, dweight = ctx.dstates.mul_(dloss), ctx.dweight.mul_(dloss)
+        dstates, dweight = (x.mul_(dloss.to(x.dtype)) for x in (ctx.dstates, ctx.dweight))
         del ctx.dstates, ctx.dweight
         return dstates, dweight, None
 
 
+def teacher_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entropy and likeliest token of each row: [c, Vd] → [c] each. The rows become their softmax, in place."""
+    if logits.is_cuda:
+        from draftsmith.draft import kernels
+
+        return kernels.teacher_rows(logits)
+    best, log_p = logits.argmax(-1), wide(logits).log_softmax(-1)
+    p = log_p.exp()
+    logits.copy_(p)
+    return -(p * log_p).sum(-1), best
+
+
 def loss_rows(
-    student: torch.Tensor, teacher: torch.Tensor, log_mass: torch.Tensor | None, weight: torch.Tensor, kind: LossKind
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    student: torch.Tensor,
+    probs: torch.Tensor,
+    entropy: torch.Tensor,
+    mass: torch.Tensor | None,
+    weight: torch.Tensor,
+    kind: LossKind,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of each row of logits; their memory then holds the gradient of Σ weight · loss.
 
     Args:
         student: [K, c, Vd] logits, overwritten.
-        teacher: [c, Vd] logits.
-        log_mass: [c], as in `Targets`; None counts as 0.
+        probs: [c, Vd], and `entropy` [c], of `teacher_rows`.
+        mass: [c], as in `Targets`; None counts as 1.
         weight: [K, c]
 
     Returns:
-        Losses [K, c], the student's likeliest tokens [K, c] and the teacher's [c], both as ids of the draft.
+        Losses and the student's likeliest tokens, as ids of the draft: [K, c] each.
     """
-    lse, entropy, best = _teacher_rows(teacher)
-    if kind == "soft_cross_entropy":
-        entropy = torch.zeros_like(entropy)
-    log_mass = torch.zeros_like(lse) if log_mass is None else log_mass
+    mass = torch.ones_like(entropy) if mass is None else mass
     if student.is_cuda:
         from draftsmith.draft import kernels
 
-        return *kernels.loss_rows(student, teacher, lse, entropy, log_mass, weight, kind), best
-    log_p = wide(teacher) - lse[:, None]
-    p, log_q = log_p.exp(), wide(student).log_softmax(-1)
-    student_best = student.argmax(-1)
-    losses = -torch.einsum("cv,kcv->kc", p, log_q) - entropy
+        return kernels.loss_rows(student, probs, entropy, mass, weight, kind)
+    best, log_q, p = student.argmax(-1), wide(student).log_softmax(-1), wide(probs)
+    losses = -torch.einsum("cv,kcv->kc", p, log_q)
     q = log_q.exp_()
     gradient = q - p
+    if kind != "soft_cross_entropy":
+        losses = losses - entropy
     if kind in ("lk", "lk_hybrid"):
-        bound = (log_p + log_mass[:, None]).exp()
+        bound = p * mass[:, None]
         overlap = torch.minimum(bound, q).sum(-1, keepdim=True)  # [K, c, 1]
         below = q * (q < bound)
         lift = below - q * below.sum(-1, keepdim=True)  # d overlap / d logits
@@ -233,13 +249,22 @@ def loss_rows(
             losses = share.squeeze(-1) * losses + ((1 - share) * (1 - overlap)).squeeze(-1)
             gradient = share * gradient - (1 - share) * lift
     student.copy_(gradient.mul_(weight[..., None]))
-    return losses, student_best, best
+    return losses, best
 
 
-@fused
-def _teacher_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-sum-exp, entropy and likeliest token of each row: [c, Vd] → [c] each."""
-    logits = wide(logits)
-    lse = logits.logsumexp(-1)
-    log_p = logits - lse[:, None]
-    return lse, -(log_p.exp() * log_p).sum(-1), logits.argmax(-1)
+def gather_rows(states: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Rows `at` [c] of every step: [K, N, H] → [K·c, H]"""
+    if states.is_cuda:
+        from draftsmith.draft import kernels
+
+        return kernels.gather_rows(states, at)
+    return states[:, at].flatten(0, 1)
+
+
+def scatter_rows(packed: torch.Tensor, states: torch.Tensor, at: torch.Tensor) -> None:
+    """Put [K·c, H] where `gather_rows` took them from."""
+    if states.is_cuda:
+        from draftsmith.draft import kernels
+
+        return kernels.scatter_rows(packed, states, at)
+    states[:, at] = packed.unflatten(0, (len(states), -1))

@@ -3,9 +3,9 @@
 What an automatic backward pass would not do:
 - The embedding half of query, key and value is the same at every step but for a shift by one token. It is projected
   once, and its gradients are added up before they are multiplied once.
-- Weight gradients of all steps add up in float32 inside the matrix product.
+- Gradients take the memory of what they are gradients of, step by step, so that at the end the weight gradient of all
+  steps is one matrix product, over K·S rows. Where that cannot be, it adds up in float32 inside the matrix product.
 - What is cheap to compute again is not kept: norms, the MLP's activation, the states fed back after a norm.
-- Gradients take the memory of what they are gradients of.
 - A norm whose input is frozen needs no gradient of its input: with y = x̂ ⊙ w and G = doutᵀ x̂, the projection W of y
   has the gradient G ⊙ w, and the norm's weight has Σ_out G ⊙ W.
 """
@@ -16,16 +16,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import embedding, pad, silu
+from torch.nn.functional import embedding, pad
 
-from draftsmith.draft.fast_attention import (
-    Documents,
-    causal_attention,
-    causal_attention_backward,
-    merge_own,
-    merge_own_backward,
+from draftsmith.draft.fast_attention import Documents, attend, attend_backward
+from draftsmith.draft.fast_layers import (
+    Rotation,
+    add_product,
+    add_rms_norm,
+    rms_norm,
+    rms_norm_backward,
+    rotate_back,
+    rotate_sum,
+    swiglu,
+    swiglu_backward_,
+    wide,
 )
-from draftsmith.draft.fused import accumulate, fused, wide
 from draftsmith.draft.model import Draft
 
 
@@ -85,18 +90,6 @@ def fast_unroll(inputs: UnrollInputs) -> torch.Tensor:
     return states
 
 
-@dataclass
-class Step:
-    """What the backward pass needs of one step."""
-
-    attended: torch.Tensor  # [S, heads, d]
-    lse: torch.Tensor  # [heads, S]
-    state: torch.Tensor  # [S, H] before the MLP
-    gate: torch.Tensor  # [S, I]
-    up: torch.Tensor
-    out: torch.Tensor  # [S, H] before the final norm
-
-
 class Unroll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: UnrollInputs, *weights: torch.Tensor | None) -> torch.Tensor:
@@ -116,137 +109,150 @@ class Unroll(torch.autograd.Function):
 
 
 class _Run:
-    """One pass forward and back, with what is kept between them."""
+    """One pass forward and back, with what is kept between them.
+
+    Buffers of all steps, and what the backward pass of a step leaves in them:
+
+        qkv       [K, S, heads·d + 2·kv_heads·d]   → gradient of that
+        attended  [K, S, heads·d]
+        state     [K, S, H] before the MLP         → what gate and up read
+        gate_up   [K, S, 2I]                       → gradient of that
+        out       [K, S, H] before the final norm  → gradient of `state`
+    """
 
     def __init__(self, inputs: UnrollInputs, weights: Weights) -> None:
         config, dtype = inputs.draft.config, inputs.aux.dtype
         self.inputs, self.config, self.weights = inputs, config, weights
         self.eps, self.head_dim, self.kv_heads = config.rms_norm_eps, config.head_dim, config.num_key_value_heads
-        projections = (weights.query, weights.key, weights.value)
-        self.w_embed, self.w_hidden = (
-            torch.cat([w[:, half].to(dtype) for w in projections])
-            for half in (slice(config.hidden_size), slice(config.hidden_size, None))
-        )  # [heads·d + 2·kv_heads·d, H] each
-        self.w_attended, self.w_gate, self.w_up, self.w_down = (
-            w.to(dtype) for w in (weights.attended, weights.gate, weights.up, weights.down)
-        )
+        self.steps, self.slots = inputs.steps, len(inputs.input_ids)
+        self.w_hidden = self._qkv_weight(slice(config.hidden_size, None), dtype)  # [heads·d + 2·kv_heads·d, H]
+        self.w_gate_up = torch.cat([weights.gate.to(dtype), weights.up.to(dtype)])
+        self.w_attended, self.w_down = weights.attended.to(dtype), weights.down.to(dtype)
         positions = torch.arange(inputs.documents.longest + inputs.steps, device=inputs.aux.device)
-        half = self.head_dim // 2
-        self.cos, self.sin = (table[:, :half] for table in inputs.draft.rotation(positions, wide(inputs.aux).dtype))
-        self.saved: list[Step] = []
+        tables = inputs.draft.rotation(positions, wide(inputs.aux).dtype)
+        self.cos, self.sin = (table[:, : self.head_dim // 2].contiguous() for table in tables)
 
     def forward(self, keep: bool) -> torch.Tensor:
-        config, steps, slots = self.config, self.inputs.steps, len(self.inputs.input_ids)
-        self.first = hidden = self._fuse() @ self.weights.fc.to(self.inputs.aux.dtype).t()
-        embedded = rms_norm(self._embeds(), self.weights.embed_norm, self.eps) @ self.w_embed.t()
-        self.qkv = hidden.new_empty(steps, slots, len(self.w_hidden))
-        states = hidden.new_empty(steps, slots + steps, config.hidden_size)
+        weights, eps, steps, slots = self.weights, self.eps, self.steps, self.slots
+        dtype, size = self.inputs.aux.dtype, self.config.hidden_size
+        w_embed = self._qkv_weight(slice(size), dtype)
+        embedded = rms_norm(self._embeds(), weights.embed_norm, eps) @ w_embed.t()  # [S+K, …]
+        self.first = hidden = self._fuse() @ weights.fc.to(dtype).t()
+        kept, empty = steps if keep else 1, hidden.new_empty
+        self.qkv = empty(steps, slots, len(self.w_hidden))
+        self.attended = empty(kept, slots, self.w_attended.shape[1])
+        self.lse = torch.empty(
+            kept, self.attended.shape[2] // self.head_dim, slots, dtype=self.cos.dtype, device=hidden.device
+        )
+        self.state, self.out = empty(kept, slots, size), empty(kept, slots, size)
+        self.gate_up = empty(kept, slots, len(self.w_gate_up))
+        states = empty(steps, slots + steps, size)
         for k in range(steps):
-            after, before = states[k, 1 + k : 1 + k + slots], (states[k, : 1 + k], states[k, 1 + k + slots :])
-            for rows in before:
-                rows.zero_()
-            normed = rms_norm(hidden, self.weights.hidden_norm, self.eps)
-            projected = torch.addmm(embedded[1 + k : 1 + k + slots], normed, self.w_hidden.t())
-            rotate_into(self._heads(self.qkv[k]), self._heads(projected), *self._rotation(k), self.kv_heads)
-            attended, lse = self._attend(k)
-            residual = normed if config.norm_before_residual else hidden
-            state = torch.addmm(residual, attended.flatten(1), self.w_attended.t())
-            mlp_input = rms_norm(state, self.weights.mlp_norm, self.eps)
-            gate, up = mlp_input @ self.w_gate.t(), mlp_input @ self.w_up.t()
-            out = torch.addmm(state, swiglu(gate, up), self.w_down.t())
-            normed_out = rms_norm(out, self.weights.norm, self.eps)
-            after.copy_(normed_out)
-            hidden = normed_out if config.norm_output else out
-            if keep:
-                self.saved.append(Step(attended, lse, state, gate, up, out))
+            at = k if keep else 0
+            normed = rms_norm(hidden, weights.hidden_norm, eps)
+            projected, shifted, heads = normed @ self.w_hidden.t(), embedded[1 + k : 1 + k + slots], self._heads
+            rotate_sum(heads(projected), heads(shifted), heads(self.qkv[k]), self._rotation(k), self.kv_heads)
+            query, keys, values = self._attention_inputs(k)
+            attend(query, keys, values, self.inputs.documents, out=heads(self.attended[at]), lse=self.lse[at])
+            residual = normed if self.config.norm_before_residual else hidden
+            update = self.attended[at] @ self.w_attended.t()
+            mlp_input = torch.empty_like(update)
+            add_rms_norm(residual, update, weights.mlp_norm, eps, total=self.state[at], out=mlp_input)
+            torch.mm(mlp_input, self.w_gate_up.t(), out=self.gate_up[at])
+            update = swiglu(self.gate_up[at]) @ self.w_down.t()
+            before, after, beyond = states[k].split([1 + k, slots, steps - 1 - k])
+            before.zero_()
+            beyond.zero_()
+            add_rms_norm(self.state[at], update, weights.norm, eps, total=self.out[at], out=after)
+            hidden = after if self.config.norm_output else self.out[at]
         return states
 
     def backward(self, dstates: torch.Tensor) -> Weights:
-        weights, config, eps = self.weights, self.config, self.eps
-        steps, slots = self.inputs.steps, len(self.inputs.input_ids)
+        size, width = self.config.hidden_size, len(self.w_hidden)
         grads = _Gradients()
-        self.dkv = self.qkv.new_zeros(steps, slots, 2, self.kv_heads, self.head_dim)
-        dembedded = self.qkv.new_zeros(slots + steps, len(self.w_embed))
+        self.dkv = self.qkv.new_zeros(self.steps, self.slots, 2, self.kv_heads, self.head_dim)
+        self.dembedded = self.qkv.new_zeros(self.slots + self.steps, width)
         dfed: torch.Tensor | None = None  # gradient of what the next step read
-        for k in reversed(range(steps)):
-            step = self.saved.pop()
-            dnormed = dstates[k, 1 + k : 1 + k + slots]
-            through, around = (dfed, None) if config.norm_output else (None, dfed)
-            dout, dnorm = rms_norm_backward(step.out, weights.norm, dnormed, eps, through, around)
-            grads.add("norm", dnorm)
-            dstate = self._mlp_backward(grads, step, dout)
-            hidden = self._hidden(k)
-            normed = rms_norm(hidden, weights.hidden_norm, eps)
-            dqkv = self._attention_backward(grads, k, step, dstate)
-            dembedded[1 + k : 1 + k + slots] += dqkv
-            grads.add_product("w_hidden", dqkv, normed)
-            through, around = (dstate, None) if config.norm_before_residual else (None, dstate)
-            dfed, dnorm = rms_norm_backward(hidden, weights.hidden_norm, dqkv @ self.w_hidden, eps, through, around)
-            grads.add("hidden_norm", dnorm)
+        for k in reversed(range(self.steps)):
+            self._mlp_backward(grads, k, dstates[k, 1 + k : 1 + k + self.slots], dfed)
+            dfed = self._attention_backward(grads, k)
+        del self.dkv, self.qkv
+        grads.add_product("attended", self.out.view(-1, size), self.attended.flatten(0, 1))
+        del self.out, self.attended
+        grads.add_product("gate_up", self.gate_up.flatten(0, 1), self.state.view(-1, size))
+        del self.gate_up, self.state
         assert dfed is not None
-        return self._assemble(grads, dfed, dembedded)
+        return self._assemble(grads, dfed)
 
-    def _mlp_backward(self, grads: _Gradients, step: Step, dout: torch.Tensor) -> torch.Tensor:
-        """Gradient of the state before the MLP, from that of what is after it."""
+    def _mlp_backward(self, grads: _Gradients, k: int, dnormed: torch.Tensor, dfed: torch.Tensor | None) -> None:
+        """From the gradient of what `lm_head` reads and of what is fed back, to that of the state before the MLP."""
+        weights, eps, norm_output = self.weights, self.eps, self.config.norm_output
+        gate_up, state, dout = self.gate_up[k], self.state[k], self.out[k]
+        through, around = (dfed, None) if norm_output else (None, dfed)
+        grads.add("norm", rms_norm_backward(dout, weights.norm, dnormed, eps, through=through, around=around, out=dout))
         active = dout @ self.w_down
-        swiglu_backward_(step.gate, step.up, active)
+        swiglu_backward_(gate_up, active)
         grads.add_product("down", dout, active)
         del active
-        mlp_input = rms_norm(step.state, self.weights.mlp_norm, self.eps)
-        grads.add_product("gate", step.gate, mlp_input)
-        grads.add_product("up", step.up, mlp_input)
-        dinput = torch.addmm(step.gate @ self.w_gate, step.up, self.w_up)
-        dstate, dnorm = rms_norm_backward(step.state, self.weights.mlp_norm, dinput, self.eps, None, dout)
+        dinput = gate_up @ self.w_gate_up
+        dnorm = rms_norm_backward(state, weights.mlp_norm, dinput, eps, around=dout, out=self.out[k])
         grads.add("mlp_norm", dnorm)
-        return dstate
+        rms_norm(state, weights.mlp_norm, eps, out=state)
 
-    def _attention_backward(self, grads: _Gradients, k: int, step: Step, dstate: torch.Tensor) -> torch.Tensor:
-        """Gradient of what query, key and value are at step k before their rotation: [S, heads·d + 2·kv_heads·d]"""
-        grads.add_product("attended", dstate, step.attended.flatten(1))
-        dattended = (dstate @ self.w_attended).view_as(step.attended)
-        (query, _, _), (_, key, value) = self._split(self.qkv[k]), self._split(self.qkv[0])
-        dquery, dkey, dvalue = causal_attention_backward(
-            dattended, query, key, value, step.attended, step.lse, self.inputs.documents
+    def _attention_backward(self, grads: _Gradients, k: int) -> torch.Tensor:
+        """From the gradient of the state before the MLP to that of what step k read beside the embedding."""
+        dstate, heads = self.out[k], self._heads
+        dattended = heads(dstate @ self.w_attended)
+        query, keys, values = self._attention_inputs(k)
+        dkeys, dvalues = self.dkv[: k + 1].unbind(2)
+        dquery = attend_backward(
+            dattended, query, keys, values, heads(self.attended[k]), self.lse[k], self.inputs.documents,
+            dkeys=dkeys, dvalues=dvalues,
+        )  # fmt: skip
+        dqkv, shifted = self.qkv[k], self.dembedded[1 + k : 1 + k + self.slots]
+        dkv = self.dkv[k].flatten(1, 2)
+        rotate_back(dquery, dkv, self._rotation(k), self.kv_heads, heads(shifted), out=heads(dqkv))
+        hidden = self._hidden(k)
+        grads.add_product("w_hidden", dqkv, rms_norm(hidden, self.weights.hidden_norm, self.eps))
+        dhidden = dqkv @ self.w_hidden
+        through, around = (dstate, None) if self.config.norm_before_residual else (None, dstate)
+        dnorm = rms_norm_backward(
+            hidden, self.weights.hidden_norm, dhidden, self.eps, through=through, around=around, out=dhidden
         )
-        self.dkv[0, :, 0] += dkey
-        self.dkv[0, :, 1] += dvalue
-        _, keys, values = self._split(self.qkv[1 : k + 1])
-        dkeys, dvalues = self.dkv[1 : k + 1, :, 0], self.dkv[1 : k + 1, :, 1]
-        merge_own_backward(dattended, query, keys, values, step.attended, step.lse, dquery, dkeys, dvalues)
-        dqkv = torch.cat([dquery, self.dkv[k].flatten(1, 2)], dim=1)
-        cos, sin = self._rotation(k)
-        rotated = torch.empty_like(dqkv)
-        rotate_into(rotated, dqkv, cos, -sin, self.kv_heads)
-        return rotated.flatten(1)
+        grads.add("hidden_norm", dnorm)
+        return dhidden
 
-    def _assemble(self, grads: _Gradients, dfirst: torch.Tensor, dembedded: torch.Tensor) -> Weights:
+    def _assemble(self, grads: _Gradients, dfirst: torch.Tensor) -> Weights:
         """The gradients in the shapes of the weights, those of the frozen inputs' projections among them."""
-        weights = self.weights
-        w_embed = torch.cat([w[:, : self.config.hidden_size] for w in (weights.query, weights.key, weights.value)])
-        dw_embed, dembed_norm = _behind_norm(
-            dembedded, rms_norm(self._embeds(), None, self.eps), w_embed, weights.embed_norm
-        )
-        dqkv = torch.cat([dw_embed, grads.total["w_hidden"]], dim=1)
+        weights, total = self.weights, grads.total
+        embeds = rms_norm(self._embeds(), None, self.eps)
+        w_embed = self._qkv_weight(slice(self.config.hidden_size), weights.query.dtype)
+        dw_embed, dembed_norm = _behind_norm(self.dembedded, embeds, w_embed, weights.embed_norm)
+        dqkv = torch.cat([dw_embed, total["w_hidden"]], dim=1)
         dquery, dkey, dvalue = dqkv.split([len(weights.query), len(weights.key), len(weights.value)])
+        dgate, dup = total["gate_up"].chunk(2)
         if weights.fuse_norm is None:
-            dfc, dfuse_norm = accumulate(None, dfirst, self._fuse()), None
+            dfc, dfuse_norm = add_product(None, dfirst, self._fuse()), None
         else:
             dfc, dfuse_norm = _behind_norm(dfirst, self._fuse(weighted=False), weights.fc, weights.fuse_norm)
-        total = grads.total
         gradients = Weights(
-            dfuse_norm, dfc, dembed_norm, total["hidden_norm"], dquery, dkey, dvalue, total["attended"],
-            total["mlp_norm"], total["gate"], total["up"], total["down"], total["norm"],
-        )  # fmt: skip
+            fuse_norm=dfuse_norm,
+            fc=dfc,
+            embed_norm=dembed_norm,
+            query=dquery,
+            key=dkey,
+            value=dvalue,
+            gate=dgate,
+            up=dup,
+            **{name: total[name] for name in ("hidden_norm", "attended", "mlp_norm", "down", "norm")},
+        )
         return Weights._make(
             None if g is None or w is None else g.to(w.dtype) for g, w in zip(gradients, weights, strict=True)
         )
 
-    def _attend(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        (query, _, _), (_, key, value) = self._split(self.qkv[k]), self._split(self.qkv[0])
-        attended, lse = causal_attention(query, key, value, self.inputs.documents)
-        _, keys, values = self._split(self.qkv[1 : k + 1])
-        merge_own(query, keys, values, attended, lse)
-        return attended, lse
+    def _qkv_weight(self, columns: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Those columns of query, key and value as one matrix: the embedding's come first, then the hidden state's."""
+        return torch.cat([w[:, columns].to(dtype) for w in (self.weights.query, self.weights.key, self.weights.value)])
 
     def _fuse(self, weighted: bool = True) -> torch.Tensor:
         """What `fc` reads: [S, A·Ht], before the norm's weight if not `weighted`."""
@@ -265,20 +271,19 @@ class _Run:
         """What step k read beside the embedding."""
         if k == 0:
             return self.first
-        out = self.saved[k - 1].out
-        return rms_norm(out, self.weights.norm, self.eps) if self.config.norm_output else out
+        return rms_norm(self.out[k - 1], self.weights.norm, self.eps) if self.config.norm_output else self.out[k - 1]
 
-    def _rotation(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        position = self.inputs.position + k
-        return self.cos[position], self.sin[position]
+    def _rotation(self, k: int) -> Rotation:
+        return Rotation(self.cos, self.sin, self.inputs.position, k)
 
     def _heads(self, qkv: torch.Tensor) -> torch.Tensor:
         return qkv.unflatten(-1, (-1, self.head_dim))
 
-    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[…, heads·d + 2·kv_heads·d] → query, key, value, each […, its heads, d]"""
-        heads = self._heads(qkv)
-        return heads.split([heads.shape[-2] - 2 * self.kv_heads, self.kv_heads, self.kv_heads], dim=-2)
+    def _attention_inputs(self, k: int) -> tuple[torch.Tensor, ...]:
+        """Query of step k [S, heads, d]; keys and values of steps 0 … k, each [k+1, S, kv_heads, d]."""
+        heads = self._heads(self.qkv[: k + 1])
+        queries, keys, values = heads.split([heads.shape[2] - 2 * self.kv_heads, self.kv_heads, self.kv_heads], dim=2)
+        return queries[k], keys, values
 
 
 class _Gradients:
@@ -291,75 +296,13 @@ class _Gradients:
         self.total[name] = self.total[name] + gradient if name in self.total else gradient
 
     def add_product(self, name: str, doutput: torch.Tensor, inputs: torch.Tensor) -> None:
-        self.total[name] = accumulate(self.total.get(name), doutput, inputs)
+        self.total[name] = add_product(self.total.get(name), doutput, inputs)
 
 
 def _behind_norm(
     doutput: torch.Tensor, unit: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of W and w in out = W (x̂ ⊙ w), where x̂ = `unit` is frozen."""
-    product = accumulate(None, doutput, unit)
-    return product * norm, (product * weight).sum(0)
-
-
-@fused
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """x / rms(x) ⊙ weight over the last dimension, computed in float32 or wider."""
-    x32 = wide(x)
-    unit = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
-    return (unit if weight is None else unit * weight).to(x.dtype)
-
-
-@fused
-def rms_norm_backward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    dnormed: torch.Tensor,
-    eps: float,
-    through: torch.Tensor | None,
-    around: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of a norm's input and weight. `through` is added to what comes back to its output, `around` to what
-    leaves its input: [S, H] → [S, H], [H]"""
-    dy, x32 = wide(dnormed), wide(x)
-    if through is not None:
-        dy = dy + through
-    scale = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
-    unit, dunit = x32 * scale, dy * weight
-    dx = scale * (dunit - unit * (dunit * unit).mean(-1, keepdim=True))
-    if around is not None:
-        dx = dx + around
-    return dx.to(x.dtype), (dy * unit).sum(0)
-
-
-@fused
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return (silu(wide(gate)) * up).to(gate.dtype)
-
-
-@fused
-def swiglu_backward_(gate: torch.Tensor, up: torch.Tensor, dactive: torch.Tensor) -> None:
-    """Leaves the gradients in `gate` and `up`, and the activation itself in `dactive`."""
-    gate32, up32, d = wide(gate), wide(up), wide(dactive)
-    share = gate32.sigmoid()
-    active = gate32 * share
-    dgate = d * up32 * share * (1 + gate32 * (1 - share))
-    dup = d * active
-    dactive.copy_(active * up32)
-    gate.copy_(dgate)
-    up.copy_(dup)
-
-
-@fused
-def rotate_into(
-    target: torch.Tensor, source: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unrotated: int
-) -> None:
-    """RoPE in Llama's half-split layout on all but the last `unrotated` heads: [S, heads, d] → [S, heads, d].
-
-    cos, sin: [S, d/2]. A negative sine rotates back.
-    """
-    rotated = source.shape[1] - unrotated
-    first, second = wide(source[:, :rotated]).chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    target[:, :rotated] = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(target.dtype)
-    target[:, rotated:] = source[:, rotated:]
+    product = add_product(None, doutput, unit)
+    dnorm = (product * weight).sum(0)
+    return product.mul_(norm), dnorm

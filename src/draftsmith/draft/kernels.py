@@ -1,6 +1,6 @@
 """Triton kernels for CUDA. Each does what the torch code beside its only caller does, without the memory in between.
 
-Numbers of slots and steps are not specialised on, so that a batch of another size compiles nothing.
+Numbers of slots, rows and steps are not specialised on, so that a batch of another size compiles nothing.
 """
 
 from __future__ import annotations
@@ -9,164 +9,530 @@ import torch
 import triton
 import triton.language as tl
 
+from draftsmith.draft.fast_attention import BLOCK_SLOTS
 from draftsmith.draft.loss import HYBRID_DECAY, LEAST_OVERLAP
 
-
-def merge_own(query, keys, values, out, lse):
-    """`fast_attention.merge_own`."""
-    grid, shape = _slots_by_kv_head(query, keys)
-    _merge_own[grid](query, keys, values, out, lse, *shape)
-
-
-def merge_own_backward(dout, query, keys, values, out, lse, dquery, dkeys, dvalues):
-    """`fast_attention.merge_own_backward`."""
-    grid, shape = _slots_by_kv_head(query, keys)
-    _merge_own_backward[grid](
-        dout, query, keys, values, out, lse, dquery, dkeys, dvalues, dkeys.stride(0), dkeys.stride(1), *shape
-    )
-
-
-def loss_rows(student, teacher, lse, entropy, log_mass, weight, kind):
-    """`fast_loss.loss_rows`."""
-    steps, rows, vocab = student.shape
-    loss = torch.empty(steps, rows, dtype=torch.float32, device=student.device)
-    best = torch.empty(steps, rows, dtype=torch.int64, device=student.device)
-    terms = {"soft_cross_entropy": 0, "forward_kl": 0, "lk": 1, "lk_hybrid": 2}[kind]
-    _loss_rows[(steps * rows,)](
-        student, teacher, lse, entropy, log_mass, weight, loss, best, steps, rows, vocab, TERMS=terms, BLOCK=4096,
-        num_warps=8,
-    )  # fmt: skip
-    return loss, best
-
-
-SLOTS = 4  # of one program
 _LEAST_OVERLAP, _HYBRID_DECAY = tl.constexpr(LEAST_OVERLAP), tl.constexpr(HYBRID_DECAY)
+VOCAB_BLOCK = 4096
+BACKWARD_PROGRAMS = 264  # twice the multiprocessors of a Hopper GPU: each sums the weight gradient of its rows
 
 
-def _slots_by_kv_head(query, keys):
-    slots, heads, dim = query.shape
-    steps, _, kv_heads, _ = keys.shape
-    shape = (
-        slots, steps, dim**-0.5, query.stride(0), keys.stride(0), keys.stride(1),
-        heads // kv_heads, triton.next_power_of_2(heads // kv_heads), dim, triton.next_power_of_2(dim), SLOTS,
+def _row_warps(size):
+    return min(16, max(1, triton.next_power_of_2(size) // 512))
+
+
+# --- norms ---------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x, weight, eps, normed):
+    """`fast_layers.rms_norm`."""
+    size, groups = x.shape[-1], 1 if weight is None else weight.numel() // x.shape[-1]
+    _rms_norm[(x.numel() // size,)](
+        x, x, weight, x, normed, eps, groups, size, ADD=False, WEIGHTED=weight is not None,
+        BLOCK=triton.next_power_of_2(size), num_warps=_row_warps(size),
     )  # fmt: skip
-    return (triton.cdiv(slots, SLOTS), kv_heads), shape
+
+
+def add_rms_norm(x, other, weight, eps, total, normed):
+    """`fast_layers.add_rms_norm`."""
+    size = x.shape[-1]
+    _rms_norm[(len(x),)](
+        x, other, weight, total, normed, eps, 1, size, ADD=True, WEIGHTED=True,
+        BLOCK=triton.next_power_of_2(size), num_warps=_row_warps(size),
+    )  # fmt: skip
+
+
+def rms_norm_backward(x, weight, dnormed, eps, through, around, dx):
+    """`fast_layers.rms_norm_backward`."""
+    rows, size = x.shape
+    programs = min(rows, BACKWARD_PROGRAMS)
+    dweight = torch.empty(programs, size, dtype=torch.float32, device=x.device)
+    _rms_norm_backward[(programs,)](
+        x, weight, dnormed, through, around, dx, dweight, eps, rows, size, THROUGH=through is not None,
+        AROUND=around is not None, BLOCK=triton.next_power_of_2(size), num_warps=_row_warps(size),
+    )  # fmt: skip
+    return dweight.sum(0)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _rms_norm(
+    x, other, weight, total, normed, eps, groups, size, ADD: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    on, at = lane < size, row * size + lane
+    value = tl.load(x + at, on, 0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(other + at, on, 0.0).to(tl.float32)
+        value = value.to(total.dtype.element_ty)
+        tl.store(total + at, value, on)
+        value = value.to(tl.float32)
+    unit = value * tl.rsqrt(tl.sum(value * value, 0) / size + eps)
+    if WEIGHTED:
+        unit *= tl.load(weight + (row % groups) * size + lane, on, 0.0).to(tl.float32)
+    tl.store(normed + at, unit, on)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_backward(
+    x, weight, dnormed, through, around, dx, dweight, eps, rows, size,
+    THROUGH: tl.constexpr, AROUND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, BLOCK)
+    on = lane < size
+    scale = tl.load(weight + lane, on, 0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    at = tl.program_id(0).to(tl.int64) * size + lane
+    for _ in range(tl.program_id(0), rows, tl.num_programs(0)):
+        value = tl.load(x + at, on, 0.0).to(tl.float32)
+        dy = tl.load(dnormed + at, on, 0.0).to(tl.float32)
+        if THROUGH:
+            dy += tl.load(through + at, on, 0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
+        unit, dunit = value * inverse, dy * scale
+        gradient = inverse * (dunit - unit * (tl.sum(dunit * unit, 0) / size))
+        if AROUND:
+            gradient += tl.load(around + at, on, 0.0).to(tl.float32)
+        tl.store(dx + at, gradient, on)
+        total += dy * unit
+        at += tl.num_programs(0).to(tl.int64) * size
+    tl.store(dweight + tl.program_id(0).to(tl.int64) * size + lane, total, on)
+
+
+# --- SwiGLU --------------------------------------------------------------------------------------------------------
+
+
+SWIGLU_BLOCK = 1024
+
+
+def swiglu(gate_up):
+    """`fast_layers.swiglu`."""
+    rows, size = len(gate_up), gate_up.shape[1] // 2
+    active = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
+    _swiglu[(rows, triton.cdiv(size, SWIGLU_BLOCK))](gate_up, active, size, BLOCK=SWIGLU_BLOCK)
+    return active
+
+
+def swiglu_backward(gate_up, dactive):
+    """`fast_layers.swiglu_backward_`."""
+    rows, size = dactive.shape
+    _swiglu_backward[(rows, triton.cdiv(size, SWIGLU_BLOCK))](gate_up, dactive, size, BLOCK=SWIGLU_BLOCK)
 
 
 @triton.jit
-def _where(slots, q_slot, kv_slot, GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
-           SLOTS: tl.constexpr):  # fmt: skip
-    """Offsets and masks of this program's slots: queries [SLOTS, GROUP, D], keys [SLOTS, D], one number per query."""
-    slot = (tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)).to(tl.int64)
-    kv_head, group, dim = tl.program_id(1), tl.arange(0, GROUP_P), tl.arange(0, D_P)
-    head = kv_head * GROUP + group
-    heads = tl.num_programs(1) * GROUP
-    q_at = slot[:, None, None] * q_slot + head[None, :, None] * D + dim[None, None, :]
-    out_at = (slot[:, None, None] * heads + head[None, :, None]) * D + dim[None, None, :]
-    kv_at = slot[:, None] * kv_slot + kv_head * D + dim[None, :]
-    lse_at = head[None, :].to(tl.int64) * slots + slot[:, None]
-    lse_on = (slot < slots)[:, None] & (group < GROUP)[None, :]
-    q_on = lse_on[:, :, None] & (dim < D)[None, None, :]
-    kv_on = (slot < slots)[:, None] & (dim < D)[None, :]
-    return slot, kv_head, dim, q_at, out_at, kv_at, lse_at, q_on, kv_on, lse_on
+def _swiglu(gate_up, active, size, BLOCK: tl.constexpr):
+    row, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    on, gate = lane < size, gate_up + row * 2 * size + lane
+    g, u = tl.load(gate, on, 0.0).to(tl.float32), tl.load(gate + size, on, 0.0).to(tl.float32)
+    tl.store(active + row * size + lane, g * tl.sigmoid(g) * u, on)
+
+
+@triton.jit
+def _swiglu_backward(gate_up, dactive, size, BLOCK: tl.constexpr):
+    row, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    on, gate, at = lane < size, gate_up + row * 2 * size + lane, row * size + lane
+    g, u = tl.load(gate, on, 0.0).to(tl.float32), tl.load(gate + size, on, 0.0).to(tl.float32)
+    d, share = tl.load(dactive + at, on, 0.0).to(tl.float32), tl.sigmoid(g)
+    tl.store(dactive + at, g * share * u, on)
+    tl.store(gate, d * u * share * (1 + g * (1 - share)), on)
+    tl.store(gate + size, d * g * share, on)
+
+
+# --- rotation ------------------------------------------------------------------------------------------------------
+
+HEAD_BLOCK = 16
+
+
+def rotate_sum(projected, embedded, target, rotation, unrotated):
+    """`fast_layers.rotate_sum`."""
+    slots, heads, dim = target.shape
+    _rotate_sum[(slots, triton.cdiv(heads, HEAD_BLOCK))](
+        projected, embedded, target, rotation.cos, rotation.sin, rotation.position, rotation.step, heads,
+        heads - unrotated, HALF=dim // 2, HALF_P=triton.next_power_of_2(dim // 2), BLOCK=HEAD_BLOCK, num_warps=2,
+    )  # fmt: skip
+
+
+def rotate_back(dquery, dkv, rotation, unrotated, dembedded, gradient):
+    """`fast_layers.rotate_back`."""
+    slots, query_heads, dim = dquery.shape
+    heads = query_heads + dkv.shape[1]
+    _rotate_back[(slots, triton.cdiv(heads, HEAD_BLOCK))](
+        dquery, dkv, gradient, dembedded, rotation.cos, rotation.sin, rotation.position, rotation.step, query_heads,
+        heads, heads - unrotated, HALF=dim // 2, HALF_P=triton.next_power_of_2(dim // 2), BLOCK=HEAD_BLOCK, num_warps=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _angle(cos, sin, position, step, head, rotated, half, HALF: tl.constexpr):
+    """Cosine and sine of this program's slot by head and half dimension; those of 0 for heads that are not rotated."""
+    at = (tl.load(position + tl.program_id(0)) + step) * HALF + half
+    turned = (head < rotated)[:, None]
+    c = tl.where(turned, tl.load(cos + at, half < HALF, 1.0)[None, :], 1.0)
+    return c, tl.where(turned, tl.load(sin + at, half < HALF, 0.0)[None, :], 0.0)
+
+
+@triton.jit(do_not_specialize=["step"])
+def _rotate_sum(
+    projected, embedded, target, cos, sin, position, step, heads, rotated,
+    HALF: tl.constexpr, HALF_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head, half = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, HALF_P)
+    on = (head < heads)[:, None] & (half < HALF)[None, :]
+    c, s = _angle(cos, sin, position, step, head, rotated, half, HALF)
+    at = (tl.program_id(0).to(tl.int64) * heads + head[:, None]) * (2 * HALF) + half[None, :]
+    first = tl.load(projected + at, on, 0.0).to(tl.float32) + tl.load(embedded + at, on, 0.0).to(tl.float32)
+    second = tl.load(projected + at + HALF, on, 0.0).to(tl.float32)
+    second += tl.load(embedded + at + HALF, on, 0.0).to(tl.float32)
+    tl.store(target + at, first * c - second * s, on)
+    tl.store(target + at + HALF, second * c + first * s, on)
+
+
+@triton.jit(do_not_specialize=["step"])
+def _rotate_back(
+    dquery, dkv, gradient, dembedded, cos, sin, position, step, query_heads, heads, rotated,
+    HALF: tl.constexpr, HALF_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0).to(tl.int64)
+    head, half = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, HALF_P)
+    on = (head < heads)[:, None] & (half < HALF)[None, :]
+    of_query = on & (head < query_heads)[:, None]
+    of_kv = on & (head >= query_heads)[:, None]
+    c, s = _angle(cos, sin, position, step, head, rotated, half, HALF)
+    at_query = (slot * query_heads + head[:, None]) * (2 * HALF) + half[None, :]
+    at_kv = (slot * (heads - query_heads) + head[:, None] - query_heads) * (2 * HALF) + half[None, :]
+    first = tl.load(dquery + at_query, of_query, 0.0).to(tl.float32)
+    first += tl.load(dkv + at_kv, of_kv, 0.0).to(tl.float32)
+    second = tl.load(dquery + at_query + HALF, of_query, 0.0).to(tl.float32)
+    second += tl.load(dkv + at_kv + HALF, of_kv, 0.0).to(tl.float32)
+    dfirst, dsecond = first * c + second * s, second * c - first * s
+    at = (slot * heads + head[:, None]) * (2 * HALF) + half[None, :]
+    tl.store(gradient + at, dfirst, on)
+    tl.store(gradient + at + HALF, dsecond, on)
+    tl.store(dembedded + at, tl.load(dembedded + at, on, 0.0).to(tl.float32) + dfirst, on)
+    tl.store(dembedded + at + HALF, tl.load(dembedded + at + HALF, on, 0.0).to(tl.float32) + dsecond, on)
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def attend(query, keys, values, blocks, out, lse):
+    """`fast_attention.attend`."""
+    slots, heads, dim = query.shape
+    kv_heads = keys.shape[2]
+    _attend[(len(blocks), heads)](
+        query, keys, values, blocks, out, lse, slots, len(keys), dim**-0.5, query.stride(0), keys.stride(0),
+        keys.stride(1), heads, heads // kv_heads, D=dim, D_P=triton.next_power_of_2(dim), BLOCK=BLOCK_SLOTS,
+        COLUMNS=64, num_warps=8, num_stages=3,
+    )  # fmt: skip
+
+
+def attend_backward(dout, query, keys, values, out, lse, blocks, dkeys, dvalues):
+    """`fast_attention.attend_backward`."""
+    slots, heads, dim = query.shape
+    kv_heads, wide_dim = keys.shape[2], triton.next_power_of_2(dim)
+    group = heads // kv_heads
+    dquery, mean = torch.empty_like(dout), torch.empty_like(lse)
+    _own_backward[(slots, kv_heads)](
+        dout, query, keys, values, out, lse, dquery, mean, dkeys, dvalues, slots, len(keys), dim**-0.5,
+        query.stride(0), keys.stride(0), keys.stride(1), dkeys.stride(0), dkeys.stride(1),
+        GROUP=group, GROUP_P=triton.next_power_of_2(group), D=dim, D_P=wide_dim, num_warps=1,
+    )  # fmt: skip
+    shape = slots, dim**-0.5, query.stride(0), keys.stride(1), heads, group
+    _query_backward[(len(blocks), heads)](
+        dout, query, keys, values, blocks, lse, mean, dquery, *shape, D=dim, D_P=wide_dim, BLOCK=BLOCK_SLOTS,
+        COLUMNS=64, num_warps=8, num_stages=2,
+    )  # fmt: skip
+    _key_backward[(len(blocks), kv_heads)](
+        dout, query, keys, values, blocks, lse, mean, dkeys, dvalues, dkeys.stride(1), *shape, D=dim, D_P=wide_dim,
+        BLOCK=BLOCK_SLOTS, COLUMNS=64, num_warps=8, num_stages=2,
+    )  # fmt: skip
+    return dquery
+
+
+@triton.jit
+def _tile(base, rows, slot_stride, dim, last, D: tl.constexpr):
+    """Rows of one head as [rows, D]; zeros from row `last` on."""
+    return tl.load(
+        base + rows.to(tl.int64)[:, None] * slot_stride + dim[None, :],
+        (rows < last)[:, None] & (dim < D)[None, :],
+        0.0,
+    )
 
 
 @triton.jit(do_not_specialize=["slots", "steps"])
-def _merge_own(
-    query, keys, values, out, lse, slots, steps, scale, q_slot, kv_step, kv_slot,
-    GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, SLOTS: tl.constexpr,
+def _attend(
+    query, keys, values, blocks, out, lse, slots, steps, scale, q_slot, kv_step, kv_slot, heads, group,
+    D: tl.constexpr, D_P: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    _, _, _, q_at, out_at, kv_at, lse_at, q_on, kv_on, lse_on = _where(
-        slots, q_slot, kv_slot, GROUP, GROUP_P, D, D_P, SLOTS
-    )
-    q = tl.load(query + q_at, q_on, 0.0).to(tl.float32)
-    merged = tl.load(out + out_at, q_on, 0.0).to(tl.float32)
-    total = tl.load(lse + lse_at, lse_on, 0.0)
-    for _ in range(steps):
-        key = tl.load(keys + kv_at, kv_on, 0.0).to(tl.float32)
-        value = tl.load(values + kv_at, kv_on, 0.0).to(tl.float32)
-        score = tl.sum(q * key[:, None, :], 2) * scale
-        most = tl.maximum(total, score)
-        sums = most + tl.log(tl.exp(total - most) + tl.exp(score - most))
-        merged = merged * tl.exp(total - sums)[:, :, None] + tl.exp(score - sums)[:, :, None] * value[:, None, :]
-        total = sums
+    """BLOCK slots of one document and one head against their document's step-0 keys, then each against its own."""
+    start, first = tl.load(blocks + 3 * tl.program_id(0)), tl.load(blocks + 3 * tl.program_id(0) + 1)
+    last, head, dim = tl.load(blocks + 3 * tl.program_id(0) + 2), tl.program_id(1), tl.arange(0, D_P)
+    if start >= last:
+        return
+    rows = start + tl.arange(0, BLOCK)
+    keys += head // group * D
+    values += head // group * D
+    q = _tile(query + head * D, rows, q_slot, dim, last, D)
+    most = tl.full([BLOCK], -float("inf"), tl.float32)  # of scores in base 2
+    total, merged = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, D_P], tl.float32)
+    to_base_2 = scale * _LOG2_E
+    for column in range(first, tl.minimum(start + BLOCK, last), COLUMNS):
+        columns = column + tl.arange(0, COLUMNS)
+        score = tl.dot(q, tl.trans(_tile(keys, columns, kv_slot, dim, last, D))) * to_base_2
+        score = tl.where(columns[None, :] <= rows[:, None], score, -float("inf"))
+        higher = tl.maximum(most, tl.max(score, 1))
+        share, fade = tl.exp2(score - higher[:, None]), tl.exp2(most - higher)
+        total = total * fade + tl.sum(share, 1)
+        merged = merged * fade[:, None]
+        value = _tile(values, columns, kv_slot, dim, last, D)
+        merged = tl.dot(share.to(value.dtype), value, merged)
+        most = higher
+    for _ in range(1, steps):
         keys += kv_step
         values += kv_step
-    tl.store(out + out_at, merged, q_on)
-    tl.store(lse + lse_at, total, lse_on)
+        key = _tile(keys, rows, kv_slot, dim, last, D).to(tl.float32)
+        score = tl.sum(q.to(tl.float32) * key, 1) * to_base_2
+        higher = tl.maximum(most, score)
+        share, fade = tl.exp2(score - higher), tl.exp2(most - higher)
+        total = total * fade + share
+        value = _tile(values, rows, kv_slot, dim, last, D).to(tl.float32)
+        merged = merged * fade[:, None] + share[:, None] * value
+        most = higher
+    at = (rows.to(tl.int64)[:, None] * heads + head) * D + dim[None, :]
+    tl.store(out + at, merged / total[:, None], (rows < last)[:, None] & (dim < D)[None, :])
+    tl.store(lse + head.to(tl.int64) * slots + rows, (most + tl.log2(total)) / _LOG2_E, rows < last)
 
 
 @triton.jit(do_not_specialize=["slots", "steps"])
-def _merge_own_backward(
-    dout, query, keys, values, out, lse, dquery, dkeys, dvalues, dkv_step, dkv_slot,
-    slots, steps, scale, q_slot, kv_step, kv_slot,
-    GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr, SLOTS: tl.constexpr,
+def _own_backward(
+    dout, query, keys, values, out, lse, dquery, means, dkeys, dvalues, slots, steps, scale,
+    q_slot, kv_step, kv_slot, dkv_step, dkv_slot,
+    GROUP: tl.constexpr, GROUP_P: tl.constexpr, D: tl.constexpr, D_P: tl.constexpr,
 ):  # fmt: skip
-    slot, kv_head, dim, q_at, out_at, kv_at, lse_at, q_on, kv_on, lse_on = _where(
-        slots, q_slot, kv_slot, GROUP, GROUP_P, D, D_P, SLOTS
-    )
-    dkv_at = slot[:, None] * dkv_slot + kv_head * D + dim[None, :]
-    q = tl.load(query + q_at, q_on, 0.0).to(tl.float32)
-    do = tl.load(dout + out_at, q_on, 0.0).to(tl.float32)
-    dq = tl.load(dquery + out_at, q_on, 0.0).to(tl.float32)
-    mean = tl.sum(do * tl.load(out + out_at, q_on, 0.0).to(tl.float32), 2)
-    total = tl.load(lse + lse_at, lse_on, 0.0)
-    for _ in range(steps):
-        key = tl.load(keys + kv_at, kv_on, 0.0).to(tl.float32)
-        value = tl.load(values + kv_at, kv_on, 0.0).to(tl.float32)
-        weight = tl.exp(tl.sum(q * key[:, None, :], 2) * scale - total)
-        dscore = weight * (tl.sum(do * value[:, None, :], 2) - mean) * scale
-        dq += dscore[:, :, None] * key[:, None, :]
-        dkey = tl.load(dkeys + dkv_at, kv_on, 0.0).to(tl.float32) + tl.sum(dscore[:, :, None] * q, 1)
-        dvalue = tl.load(dvalues + dkv_at, kv_on, 0.0).to(tl.float32) + tl.sum(weight[:, :, None] * do, 1)
-        tl.store(dkeys + dkv_at, dkey, kv_on)
-        tl.store(dvalues + dkv_at, dvalue, kv_on)
+    """One slot and one key-value head: Σ weight · (do·v) over all its keys, and the gradients through its own keys."""
+    slot, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    group, dim = tl.arange(0, GROUP_P), tl.arange(0, D_P)
+    head = kv_head * GROUP + group
+    inner = head[:, None] * D + dim[None, :]
+    packed = slot * tl.num_programs(1) * GROUP * D + inner
+    lse_at, lse_on, kv_on = head.to(tl.int64) * slots + slot, group < GROUP, dim < D
+    on = lse_on[:, None] & kv_on[None, :]
+    kv_at, dkv_at = slot * kv_slot + kv_head * D + dim, slot * dkv_slot + kv_head * D + dim
+    q = tl.load(query + slot * q_slot + inner, on, 0.0).to(tl.float32)
+    do = tl.load(dout + packed, on, 0.0).to(tl.float32)
+    mean = tl.sum(do * tl.load(out + packed, on, 0.0).to(tl.float32), 1)
+    total, dq = tl.load(lse + lse_at, lse_on, 0.0), tl.zeros([GROUP_P, D_P], tl.float32)
+    for _ in range(1, steps):
         keys += kv_step
         values += kv_step
         dkeys += dkv_step
         dvalues += dkv_step
-    tl.store(dquery + out_at, dq, q_on)
+        key = tl.load(keys + kv_at, kv_on, 0.0).to(tl.float32)
+        value = tl.load(values + kv_at, kv_on, 0.0).to(tl.float32)
+        weight = tl.exp(tl.sum(q * key[None, :], 1) * scale - total)
+        dscore = weight * (tl.sum(do * value[None, :], 1) - mean) * scale
+        dq += dscore[:, None] * key[None, :]
+        dkey = tl.load(dkeys + dkv_at, kv_on, 0.0).to(tl.float32) + tl.sum(dscore[:, None] * q, 0)
+        dvalue = tl.load(dvalues + dkv_at, kv_on, 0.0).to(tl.float32) + tl.sum(weight[:, None] * do, 0)
+        tl.store(dkeys + dkv_at, dkey, kv_on)
+        tl.store(dvalues + dkv_at, dvalue, kv_on)
+    tl.store(dquery + packed, dq, on)
+    tl.store(means + lse_at, mean, lse_on)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _query_backward(
+    dout, query, keys, values, blocks, lse, means, dquery, slots, scale, q_slot, kv_slot, heads, group,
+    D: tl.constexpr, D_P: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add the gradient through the step-0 keys to `dquery`, for BLOCK slots of one document and one head."""
+    start, first = tl.load(blocks + 3 * tl.program_id(0)), tl.load(blocks + 3 * tl.program_id(0) + 1)
+    last, head, dim = tl.load(blocks + 3 * tl.program_id(0) + 2), tl.program_id(1), tl.arange(0, D_P)
+    if start >= last:
+        return
+    rows = start + tl.arange(0, BLOCK)
+    keys += head // group * D
+    values += head // group * D
+    lse_at = head.to(tl.int64) * slots + rows
+    q = _tile(query + head * D, rows, q_slot, dim, last, D)
+    do = _tile(dout + head * D, rows, heads * D, dim, last, D)
+    total = tl.load(lse + lse_at, rows < last, 0.0) * _LOG2_E
+    mean = tl.load(means + lse_at, rows < last, 0.0)
+    dq = tl.zeros([BLOCK, D_P], tl.float32)
+    for column in range(first, tl.minimum(start + BLOCK, last), COLUMNS):
+        columns = column + tl.arange(0, COLUMNS)
+        key = _tile(keys, columns, kv_slot, dim, last, D)
+        weight = tl.exp2(tl.dot(q, tl.trans(key)) * (scale * _LOG2_E) - total[:, None])
+        weight = tl.where(columns[None, :] <= rows[:, None], weight, 0.0)
+        dweight = tl.dot(do, tl.trans(_tile(values, columns, kv_slot, dim, last, D)))
+        dscore = weight * (dweight - mean[:, None])
+        dq = tl.dot(dscore.to(key.dtype), key, dq)
+    at = (rows.to(tl.int64)[:, None] * heads + head) * D + dim[None, :]
+    on = (rows < last)[:, None] & (dim < D)[None, :]
+    tl.store(dquery + at, tl.load(dquery + at, on, 0.0).to(tl.float32) + dq * scale, on)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _key_backward(
+    dout, query, keys, values, blocks, lse, means, dkeys, dvalues, dkv_slot, slots, scale, q_slot, kv_slot, heads,
+    group, D: tl.constexpr, D_P: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add the gradients of BLOCK step-0 keys and values of one document and one key-value head."""
+    start, last = tl.load(blocks + 3 * tl.program_id(0)), tl.load(blocks + 3 * tl.program_id(0) + 2)
+    kv_head, dim = tl.program_id(1), tl.arange(0, D_P)
+    if start >= last:
+        return
+    rows = start + tl.arange(0, BLOCK)
+    key = _tile(keys + kv_head * D, rows, kv_slot, dim, last, D)
+    value = _tile(values + kv_head * D, rows, kv_slot, dim, last, D)
+    dkey, dvalue = tl.zeros([BLOCK, D_P], tl.float32), tl.zeros([BLOCK, D_P], tl.float32)
+    for head in range(kv_head * group, kv_head * group + group):
+        for column in range(start, last, COLUMNS):
+            columns = column + tl.arange(0, COLUMNS)  # the slots that see these keys
+            at = columns + slots.to(tl.int64) * head
+            total = tl.load(lse + at, columns < last, float("inf")) * _LOG2_E
+            mean = tl.load(means + at, columns < last, 0.0)
+            q = _tile(query + head * D, columns, q_slot, dim, last, D)
+            do = _tile(dout + head * D, columns, heads * D, dim, last, D)
+            weight = tl.exp2(tl.dot(key, tl.trans(q)) * (scale * _LOG2_E) - total[None, :])
+            weight = tl.where(columns[None, :] >= rows[:, None], weight, 0.0)
+            dvalue = tl.dot(weight.to(do.dtype), do, dvalue)
+            dscore = weight * (tl.dot(value, tl.trans(do)) - mean[None, :])
+            dkey = tl.dot(dscore.to(q.dtype), q, dkey)
+    at = rows.to(tl.int64)[:, None] * dkv_slot + kv_head * D + dim[None, :]
+    on = (rows < last)[:, None] & (dim < D)[None, :]
+    tl.store(dkeys + at, tl.load(dkeys + at, on, 0.0).to(tl.float32) + dkey * scale, on)
+    tl.store(dvalues + at, tl.load(dvalues + at, on, 0.0).to(tl.float32) + dvalue, on)
+
+
+# --- loss ----------------------------------------------------------------------------------------------------------
+
+
+def gather_rows(states, at):
+    """`fast_loss.gather_rows`."""
+    steps, rows, size = states.shape
+    packed = torch.empty(steps * len(at), size, dtype=states.dtype, device=states.device)
+    _copy_rows[(steps * len(at),)](
+        states, packed, at, len(at), rows, size, GATHER=True, BLOCK=triton.next_power_of_2(size)
+    )
+    return packed
+
+
+def scatter_rows(packed, states, at):
+    """`fast_loss.scatter_rows`."""
+    steps, rows, size = states.shape
+    _copy_rows[(steps * len(at),)](
+        packed, states, at, len(at), rows, size, GATHER=False, BLOCK=triton.next_power_of_2(size)
+    )
+
+
+@triton.jit(do_not_specialize=["count", "rows"])
+def _copy_rows(source, target, at, count, rows, size, GATHER: tl.constexpr, BLOCK: tl.constexpr):
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    on, packed = lane < size, row * size + lane
+    spread = (row // count * rows + tl.load(at + row % count)) * size + lane
+    if GATHER:
+        tl.store(target + packed, tl.load(source + spread, on), on)
+    else:
+        tl.store(target + spread, tl.load(source + packed, on), on)
+
+
+def teacher_rows(logits):
+    """`fast_loss.teacher_rows`."""
+    rows, vocab = logits.shape
+    entropy = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    best = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    _teacher_rows[(rows,)](logits, entropy, best, vocab, BLOCK=VOCAB_BLOCK, num_warps=8)
+    return entropy, best
+
+
+def loss_rows(student, probs, entropy, mass, weight, kind):
+    """`fast_loss.loss_rows`."""
+    steps, rows, vocab = student.shape
+    loss = torch.empty(steps, rows, dtype=torch.float32, device=student.device)
+    best = torch.empty(steps, rows, dtype=torch.int64, device=student.device)
+    terms = {"soft_cross_entropy": 0, "forward_kl": 1, "lk": 2, "lk_hybrid": 3}[kind]
+    _loss_rows[(steps * rows,)](
+        student, probs, entropy, mass, weight.contiguous(), loss, best, steps, rows, vocab, TERMS=terms,
+        BLOCK=VOCAB_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return loss, best
+
+
+@triton.jit
+def _exp(x):
+    return tl.exp2(x * _LOG2_E)
+
+
+@triton.jit
+def _teacher_rows(logits, entropies, bests, vocab, BLOCK: tl.constexpr):
+    row, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    logits += row.to(tl.int64) * vocab
+    most, best = -float("inf"), 0
+    sums, weighted = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)  # Σ exp z, Σ z exp z
+    for start in range(0, vocab, BLOCK):
+        on = start + lane < vocab
+        z = tl.load(logits + start + lane, on, -float("inf")).to(tl.float32)
+        high, at = tl.max(z, 0, return_indices=True)
+        best = tl.where(high > most, start + at, best)
+        higher = tl.maximum(most, high)
+        fade, share = _exp(most - higher), _exp(z - higher)
+        sums = sums * fade + share
+        weighted = weighted * fade + tl.where(on, share * z, 0.0)
+        most = higher
+    total = tl.sum(sums, 0)
+    lse = most + tl.log(total)
+    for start in range(0, vocab, BLOCK):
+        on = start + lane < vocab
+        z = tl.load(logits + start + lane, on, -float("inf")).to(tl.float32)
+        tl.store(logits + start + lane, _exp(z - lse), on)
+    tl.store(entropies + row, lse - tl.sum(weighted, 0) / total)
+    tl.store(bests + row, best.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["steps", "rows"])
 def _loss_rows(
-    student, teacher, teacher_lse, teacher_entropy, teacher_log_mass, weights, losses, bests, steps, rows, vocab,
+    student, probs, entropies, masses, weights, losses, bests, steps, rows, vocab,
     TERMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row of the student's logits: loss, likeliest token, and the gradient in the row's own memory."""
     row, step = tl.program_id(0) // steps, tl.program_id(0) % steps  # neighbours share the teacher's row in cache
     at = step * rows + row
     student += at.to(tl.int64) * vocab
-    teacher += row.to(tl.int64) * vocab
-    lse_p, weight = tl.load(teacher_lse + row), tl.load(weights + at)
-    lane = tl.arange(0, BLOCK)
+    probs += row.to(tl.int64) * vocab
+    weight, lane = tl.load(weights + at), tl.arange(0, BLOCK)
 
-    most, sums, product, best = -float("inf"), 0.0, 0.0, 0  # of the student; Σ p z
+    most, best = -float("inf"), 0
+    sums, product = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)  # Σ exp z, Σ p z
     for start in range(0, vocab, BLOCK):
         on = start + lane < vocab
         z = tl.load(student + start + lane, on, -float("inf")).to(tl.float32)
-        p = tl.exp(tl.load(teacher + start + lane, on, -float("inf")).to(tl.float32) - lse_p)
-        product += tl.sum(tl.where(on, p * z, 0.0), 0)
-        high = tl.max(z, 0)
-        best = tl.where(high > most, start + tl.argmax(z, 0), best)
+        p = tl.load(probs + start + lane, on, 0.0).to(tl.float32)
+        product += tl.where(on, p * z, 0.0)
+        high, where = tl.max(z, 0, return_indices=True)
+        best = tl.where(high > most, start + where, best)
         higher = tl.maximum(most, high)
-        sums = sums * tl.exp(most - higher) + tl.sum(tl.exp(z - higher), 0)
+        sums = sums * _exp(most - higher) + _exp(z - higher)
         most = higher
-    lse_q = most + tl.log(sums)
-    loss = lse_q - product - tl.load(teacher_entropy + row)
+    lse = most + tl.log(tl.sum(sums, 0))
+    loss = lse - tl.sum(product, 0)
     tl.store(bests + at, best.to(tl.int64))
 
-    pull, lift, lift_mean = 1.0, 0.0, 0.0  # gradient = pull (q − p) − lift q ([q < p] − lift_mean)
+    pull, lift, lift_mean, mass = 1.0, 0.0, 0.0, 1.0  # gradient = pull (q − p) − lift q ([q < p*] − lift_mean)
     if TERMS != 0:
-        log_mass = tl.load(teacher_log_mass + row)
-        overlap, lift_mean = 0.0, 0.0
+        loss -= tl.load(entropies + row)
+    if TERMS >= 2:
+        mass = tl.load(masses + row)
+        overlaps, below = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for start in range(0, vocab, BLOCK):
             on = start + lane < vocab
-            q = tl.exp(tl.load(student + start + lane, on, -float("inf")).to(tl.float32) - lse_q)
-            p = tl.exp(tl.load(teacher + start + lane, on, -float("inf")).to(tl.float32) - lse_p + log_mass)
-            overlap += tl.sum(tl.minimum(p, q), 0)
-            lift_mean += tl.sum(tl.where(q < p, q, 0.0), 0)
-        if TERMS == 1:
+            q = _exp(tl.load(student + start + lane, on, -float("inf")).to(tl.float32) - lse)
+            p = tl.load(probs + start + lane, on, 0.0).to(tl.float32) * mass
+            overlaps += tl.minimum(p, q)
+            below += tl.where(q < p, q, 0.0)
+        overlap, lift_mean = tl.sum(overlaps, 0), tl.sum(below, 0)
+        if TERMS == 2:
             pull, lift = 0.0, tl.where(overlap > _LEAST_OVERLAP, 1.0 / overlap, 0.0)
             loss = -tl.log(tl.maximum(overlap, _LEAST_OVERLAP))
         else:
@@ -175,11 +541,12 @@ def _loss_rows(
             loss = pull * loss + lift * (1.0 - overlap)
     tl.store(losses + at, loss)
 
+    pull, lift = tl.where(weight == 0.0, 0.0, weight * pull), tl.where(weight == 0.0, 0.0, weight * lift)
     for start in range(0, vocab, BLOCK):
         on = start + lane < vocab
-        q = tl.exp(tl.load(student + start + lane, on, -float("inf")).to(tl.float32) - lse_q)
-        t = tl.load(teacher + start + lane, on, -float("inf")).to(tl.float32) - lse_p
-        gradient = pull * (q - tl.exp(t))
-        if TERMS != 0:
-            gradient -= lift * q * (tl.where(q < tl.exp(t + log_mass), 1.0, 0.0) - lift_mean)
-        tl.store(student + start + lane, tl.where(weight == 0.0, 0.0, weight * gradient), on)
+        q = _exp(tl.load(student + start + lane, on, -float("inf")).to(tl.float32) - lse)
+        p = tl.load(probs + start + lane, on, 0.0).to(tl.float32)
+        gradient = pull * (q - p)
+        if TERMS >= 2:
+            gradient -= lift * q * (tl.where(q < p * mass, 1.0, 0.0) - lift_mean)
+        tl.store(student + start + lane, gradient, on)

@@ -196,7 +196,7 @@ def rope_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:
 
     table = LlamaRotaryEmbedding(
         LlamaConfig(
-            hidden_size=config.hidden_size,
+            hidden_size=config.num_attention_heads * config.head_dim,
             num_attention_heads=config.num_attention_heads,
             head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings,

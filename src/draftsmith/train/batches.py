@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
 from draftsmith.extract.store import Store
 from draftsmith.records import Batch, Features
+
+T = TypeVar("T")
 
 
 def plan_epoch(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
@@ -46,11 +49,11 @@ def flat_batch(samples: Sequence[Features]) -> Batch:
     )
 
 
-def read_batches(store: Store, plan: Sequence[Sequence[int]]) -> Iterator[Batch]:
-    """The planned batches in order, each read while the one before is in use."""
+def read_batches(store: Store, plan: Sequence[Sequence[int]], then: Callable[[Batch], T]) -> Iterator[T]:
+    """The planned batches in order, each read, and prepared by `then`, while the one before is in use."""
 
-    def read(indexes: Sequence[int]) -> Batch:
-        return flat_batch([store[index] for index in indexes])
+    def read(indexes: Sequence[int]) -> T:
+        return then(flat_batch([store[index] for index in indexes]))
 
     with ThreadPoolExecutor(max_workers=1) as reader:
         ahead = None

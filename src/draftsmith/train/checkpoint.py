@@ -49,7 +49,7 @@ def load_checkpoint(folder: Path, draft: Draft, head: TargetHead, optimizer: tor
         step = int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"])
         for name, parameter in _trained(draft):
             optimizer.state[parameter] = {
-                "step": torch.tensor(float(step)),
+                "step": torch.tensor(float(step), device=parameter.device),
                 "exp_avg": tensors[f"{name}.exp_avg"].to(parameter.device),
                 "exp_avg_sq": tensors[f"{name}.exp_avg_sq"].to(parameter.device),
             }

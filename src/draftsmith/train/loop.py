@@ -21,14 +21,13 @@ from draftsmith.draft.model import Draft
 from draftsmith.errors import DataError
 from draftsmith.extract.store import Store
 from draftsmith.progress import progress
-from draftsmith.records import Batch
 from draftsmith.signals import check_stop, stop_requested
 from draftsmith.target import TargetHead
 from draftsmith.train.batches import plan_epoch, read_batches
 from draftsmith.train.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint
 from draftsmith.train.metrics import MetricsLog
 from draftsmith.train.optim import learning_rate
-from draftsmith.train.step import Learner, acceptance_figures
+from draftsmith.train.step import Launched, Learner, PreparedBatch, acceptance_figures
 
 
 @dataclass
@@ -67,13 +66,16 @@ class Trainer:
         log = MetricsLog(self.folder, first, tensorboard=self.settings.tensorboard)
         saved = first
         with log, progress("train", self.total_steps, "steps", done=first) as bar:
+            before: Launched | None = None  # its figures are read while the device works on the next step
             for step, batch in zip(range(first, self.total_steps), self._batches(first), strict=False):
-                figures = self.train_step(batch, step)
-                done_steps = step + 1
-                bar.advance(1, f"loss {figures['loss']:.3f}  expected acceptance {figures['acceptance_length']:.2f}")
+                launched = self.train_step(batch, step)
+                bar.advance(1, _note(before.figures()) if before else "")
+                before, done_steps = launched, step + 1
                 if self._is_logged(done_steps):
-                    log.add("train", done_steps, figures | {"steps_per_second": bar.rate})
+                    more = {"learning_rate": self._rate(step), "tokens": len(batch.batch.input_ids)}
+                    log.add("train", done_steps, launched.figures() | more | {"steps_per_second": bar.rate})
                 if done_steps % self.settings.checkpoint_every_steps == 0 or stop_requested():
+                    launched.figures()  # raises rather than save what a broken step left
                     self._save(checkpoints, done_steps)
                     saved = done_steps
                     check_stop("train")
@@ -85,11 +87,12 @@ class Trainer:
             log.add("validation", self.total_steps, figures)
         return figures
 
-    def train_step(self, batch: Batch, step: int) -> dict[str, float]:
+    def train_step(self, batch: PreparedBatch, step: int) -> Launched:
         """Optimizer step number `step`, from 0; see `Learner.step`."""
-        rate = learning_rate(step, self.total_steps, self.settings)
-        figures = self.learner.step(batch, rate, exact=self._is_logged(step + 1))
-        return figures | {"learning_rate": rate, "tokens": len(batch.input_ids)}
+        return self.learner.step(batch, self._rate(step), exact=self._is_logged(step + 1))
+
+    def _rate(self, step: int) -> float:
+        return learning_rate(step, self.total_steps, self.settings)
 
     def validate(self) -> dict[str, float]:
         """Loss and acceptance on the held-out samples, as they are known to training: teacher-forced."""
@@ -100,7 +103,8 @@ class Trainer:
         plan = plan_epoch(lengths, self.settings.batch_tokens, self.seed, 0)
         self.draft.eval()
         with torch.no_grad():
-            for batch in read_batches(self.store, [[self.validation_indexes[i] for i in rows] for rows in plan]):
+            indexes = [[self.validation_indexes[i] for i in rows] for rows in plan]
+            for batch in read_batches(self.store, indexes, self.learner.prepare):
                 sums.append(self.learner.loss(batch)[1])
         self.draft.train()
         results = [_add(step) for step in zip(*sums, strict=True)]
@@ -115,17 +119,21 @@ class Trainer:
         plan = plan_epoch(self.lengths, self.settings.batch_tokens, self.seed, epoch)
         return [[self.train_indexes[i] for i in rows] for rows in plan]
 
-    def _batches(self, first: int) -> Iterator[Batch]:
+    def _batches(self, first: int) -> Iterator[PreparedBatch]:
         """Batches from step `first` on, epoch after epoch."""
         skipped = 0
         for epoch in itertools.count():
             plan = self._plan(epoch)
             if skipped + len(plan) > first:
-                yield from read_batches(self.store, plan[max(0, first - skipped) :])
+                yield from read_batches(self.store, plan[max(0, first - skipped) :], self.learner.prepare)
             skipped += len(plan)
 
     def _save(self, folder: Path, step: int) -> None:
         save_checkpoint(folder, step, self.draft, self.optimizer, self.settings.keep_checkpoints)
+
+
+def _note(figures: dict[str, float]) -> str:
+    return f"loss {figures['loss']:.3f}  expected acceptance {figures['acceptance_length']:.2f}"
 
 
 def _add(steps: tuple[StepResult, ...]) -> StepResult:

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 from draftsmith import recipe
 
@@ -29,3 +30,17 @@ def make_optimizer(draft: nn.Module, settings: recipe.Train) -> torch.optim.Adam
         {"params": [p for _, p in named if p.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
+
+
+def clipped_step(optimizer: torch.optim.AdamW, max_grad_norm: float, apply: torch.Tensor) -> torch.Tensor:
+    """Scale all gradients together to a norm of at most `max_grad_norm`, and step; return their norm before that.
+
+    The step changes nothing where `apply` is false or the norm is not finite, which only the device needs to know:
+    the fused optimizer takes the scale and the verdict as tensors (as `torch.amp.GradScaler` hands them to it).
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    optimizer.grad_scale = ((norm + 1e-6) / max_grad_norm).clamp_min(1).float()  # type: ignore[attr-defined]
+    optimizer.found_inf = (~(apply & norm.isfinite())).float()  # type: ignore[attr-defined]
+    optimizer.step()
+    return norm
