@@ -63,3 +63,15 @@ def build_tiny_target(folder: Path, seed: int = 0, **overrides: object) -> Path:
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random Llama: 8 layers, hidden size 32, vocabulary 320."""
     return build_tiny_target(tmp_path_factory.mktemp("tiny-target"))
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of SmolLM2-135M-Instruct, made from the demo's package."""
+    from draftsmith import demo
+    from draftsmith.errors import MissingExtraError
+
+    try:
+        return demo.smollm2(tmp_path_factory.mktemp("real-model") / "SmolLM2-135M-Instruct")
+    except MissingExtraError as error:
+        pytest.skip(str(error))

@@ -47,7 +47,7 @@ def write_vllm(
     """
     tensors = tensors_to_ship(draft, dtype)
     config = vllm_config(draft.config, dtype, verifier, facts.architecture, num_speculative_tokens)
-    _write(folder, config, rename_all(tensors, to_vllm))
+    write_folder(folder, config, rename_all(tensors, to_vllm))
     return tensors
 
 
@@ -68,7 +68,7 @@ def write_sglang(folder: Path, draft: Draft, dtype: torch.dtype, facts: TargetFa
             hint="leave sglang out of export.formats, or train with other settings",
         )
     tensors = tensors_to_ship(draft, dtype)
-    _write(folder, sglang_config(draft.config, dtype, facts), rename_all(tensors, to_sglang))
+    write_folder(folder, sglang_config(draft.config, dtype, facts), rename_all(tensors, to_sglang))
     return tensors
 
 
@@ -209,7 +209,7 @@ def _llama_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     write_json(folder / CONFIG, config)
