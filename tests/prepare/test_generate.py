@@ -46,6 +46,33 @@ def test_a_batch_says_what_generate_says_of_each_prompt_alone(model: Any) -> Non
     assert decode(model, PROMPTS, [LENGTH] * 4, frozenset(stops), GREEDY) == alone
 
 
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+KINDS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 8, "sliding_window_pattern": 2},
+    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "qwen3_next": MIXTURE
+    | {"num_experts": 4, "shared_expert_intermediate_size": 16, "linear_num_value_heads": 4}
+    | {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "deepseek_v3": MIXTURE
+    | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+    | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_states_and_latents_are_kept_in_step_too(kind: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    common = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 8}
+    common |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**common, **KINDS[kind]})).eval()
+    stops = [generated(model, PROMPTS[0], [319])[3], generated(model, PROMPTS[2], [319])[9]]
+    alone = [generated(model, prompt, stops) for prompt in PROMPTS]
+    assert len({len(answer) for answer in alone}) > 1
+    assert decode(model, PROMPTS, [LENGTH] * 4, frozenset(stops), GREEDY) == alone
+
+
 def test_each_answer_keeps_to_its_own_limit(model: Any) -> None:
     limits = [1, 5, 9, 3]
     answers = decode(model, PROMPTS, limits, frozenset(), GREEDY)

@@ -294,6 +294,7 @@ def test_ids_made_from_the_last_special_token_on_equal_those_of_the_whole_text(p
         assert chat.ids(text) == tokenizer_of(CHATML)(text, add_special_tokens=False)["input_ids"]
 
 
+HEADER = 9
 ids = st.lists(st.integers(0, 3), min_size=1, max_size=5)
 
 
@@ -306,7 +307,7 @@ def test_rows_supervise_every_answer_once_behind_the_prompt_it_was_given_to(
     history: list[int] = []
     for answer, asked in zip(answers, new, strict=False):
         kept = data.draw(st.integers(0, len(history)))
-        turns.append(Turn(history[:kept] + asked, answer))
+        turns.append(Turn([*history[:kept], HEADER, *asked], answer))
         history = turns[-1].prompt_ids + answer
     made = rows_of(turns, MAX)
     spans = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -274,6 +275,16 @@ def test_a_server_of_another_model_is_found_out(recipe_of: Callable[..., Recipe]
         prepare(recipe_of(url))
 
 
+def test_a_reply_that_is_none_is_an_error_that_shows_it(recipe_of: Callable[..., Recipe], engine: Respond) -> None:
+    for reply in ({"error": "?"}, {"choices": []}, [1]):
+
+        def odd(path: str, body: dict[str, Any], reply: Any = reply) -> Reply:
+            return engine(path, body) if path == "/v1/models" else (200, reply)
+
+        with serving(odd) as (url, _), pytest.raises(EngineError, match=re.escape(json.dumps(reply))):
+            prepare(recipe_of(url))
+
+
 def test_what_the_server_does_not_have_is_a_wrong_request(recipe_of: Callable[..., Recipe], engine: Respond) -> None:
     def several(path: str, body: dict[str, Any]) -> Reply:
         return (200, {"data": [{"id": "a"}, {"id": "b"}]}) if path == "/v1/models" else engine(path, body)
@@ -284,6 +295,10 @@ def test_what_the_server_does_not_have_is_a_wrong_request(recipe_of: Callable[..
         with pytest.raises(RequestError, match="c is named"):
             prepare(recipe_of(url, served_model="c"))
         prepare(recipe_of(url, served_model="b"))
+    with serving(lambda path, body: (404, {}) if path == "/v1/models" else engine(path, body)) as (url, _):
+        prepare(recipe_of(url, "unlisted", served_model="b"))
+        with pytest.raises(EngineError, match="HTTP 404"):
+            prepare(recipe_of(url, "unnamed"))
     with serving(engine) as (url, _), pytest.raises(RequestError, match="at most 512 tokens"):
         prepare(recipe_of(url, "long", length=513))
     with pytest.raises(RequestError, match=r"prepare\.regenerate\.url"):

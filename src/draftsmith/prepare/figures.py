@@ -13,6 +13,7 @@ from draftsmith.prepare.sources import Tally
 from draftsmith.prepare.vocab import TokenCounts
 from draftsmith.progress import Progress
 from draftsmith.records import Sample
+from draftsmith.signals import check_stop
 
 
 class Figures:
@@ -30,6 +31,7 @@ class Figures:
     def count(self, outcomes: Iterable[Outcome], bar: Progress) -> Iterator[Sample]:
         """The samples of the outcomes, counted as they pass."""
         for outcome in outcomes:
+            check_stop("prepare")
             bar.advance(1)
             self.short_rows += outcome.short_rows
             self.cut_samples += outcome.cut_rows
@@ -116,7 +118,10 @@ def summary(report: dict[str, Any]) -> list[str]:
         lines.append(f"  left out {report['samples_too_short']:,} rows with too few supervised tokens")
     if answers["written_by"] == "target":
         reasons = ", ".join(f"{reason} {number:,}" for reason, number in answers["finish_reasons"].items())
-        lines.append(f"  {answers['answers']:,} answers by the target itself, finished by: {reasons}")
+        lines.append(
+            f"  {answers['answers']:,} answers by the target itself ({answers['tokens']:,} tokens, "
+            f"{answers['tokens_per_second']:,} a second), finished by: {reasons}"
+        )
     if vocab["draft_vocab_size"] < vocab["target_vocab_size"]:
         shares = " and ".join(
             f"{vocab[f'coverage_{split}']:.2%} of {split}"

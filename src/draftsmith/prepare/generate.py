@@ -23,7 +23,7 @@ Pick = Callable[[torch.Tensor], torch.Tensor]  # [B, Vt] logits -> [B] token ids
 _COMPACT_BELOW = 0.75  # share of rows still going at which the finished ones are taken out of the batch
 
 
-class Generator:
+class TargetInProcess:
     """The loaded target, answering batches of requests."""
 
     def __init__(self, chat: Chat, facts: TargetFacts, recipe: Recipe) -> None:
@@ -95,44 +95,43 @@ def decode(
         mask                   [B, L]    0   0  1 1 1
         positions              [B, L]    0   0  0 1 2
     """
-    device = model.device
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    ids, mask = _padded(prompts, model.device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    accepted = inspect.signature(model.forward).parameters
+    cache_name = "past_key_values" if "past_key_values" in accepted else "cache_params"  # of state-space models
+    cache = None
     written: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))  # of the batch -> of the prompts
-    cache = None
     while True:
-        output = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            **last_only,
-        )
-        cache = output.past_key_values
+        optional = {"position_ids": positions, "logits_to_keep": 1, cache_name: cache}
+        known = {name: value for name, value in optional.items() if name in accepted}
+        output = model(input_ids=ids, attention_mask=mask, use_cache=True, **known)
+        cache = output[cache_name]
         following = pick(output.logits[:, -1])  # [B]
         going = []
         for place, (row, token) in enumerate(zip(rows, following.tolist(), strict=True)):
-            answer = written[row]
-            if _is_over(answer, limits[row], stop_ids):
-                continue
-            answer.append(token)
-            if not _is_over(answer, limits[row], stop_ids):
+            if not _is_over(written[row], limits[row], stop_ids):
+                written[row].append(token)
+            if not _is_over(written[row], limits[row], stop_ids):
                 going.append(place)
         if not going:
             return written
         positions = positions[:, -1:] + 1
         if len(going) <= _COMPACT_BELOW * len(rows):
-            kept = torch.tensor(going, device=device)
-            cache.batch_select_indices(kept)
+            kept = torch.tensor(going, device=model.device)
+            cache.reorder_cache(kept)  # which every kind of cache layer has, for beam search; here it drops rows
             mask, positions, following = mask[kept], positions[kept], following[kept]
             rows = [rows[place] for place in going]
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], -1)
         ids = following[:, None]
+
+
+def _padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask, [B, L] each."""
+    longest = max(map(len, prompts))
+    ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def _is_over(answer: list[int], limit: int, stop_ids: frozenset[int]) -> bool:

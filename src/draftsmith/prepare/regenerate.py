@@ -72,7 +72,7 @@ def answer_all(
         raise RecipeError("is needed", where="prepare.regenerate.url", hint="such as http://localhost:8000/v1")
     file = AnswerFile(paths.answers)
     try:
-        found = len(file)
+        found, tokens_found = len(file), file.tokens
         if found:
             append_event(paths, "prepare", "answers found", answers=found)
         talks = Talks(conversations, chat, recipe, file)
@@ -86,7 +86,9 @@ def answer_all(
             seconds = bar.seconds
     finally:
         file.close()
-    return _figures(file, found, seconds, talks.ended, settings.using)
+    figures = _figures(file, talks.ended)
+    rate = round((file.tokens - tokens_found) / seconds, 1)
+    return {**figures, "using": settings.using, "found_from_an_earlier_run": found, "tokens_per_second": rate}
 
 
 def _answer_in_process(talks: Talks, chat: Chat, facts: TargetFacts, recipe: Recipe, bar: Progress) -> None:
@@ -98,14 +100,14 @@ def _answer_in_process(talks: Talks, chat: Chat, facts: TargetFacts, recipe: Rec
     while True:
         for request in begun:
             wave.append(request)
-            if len(wave) == _WAVE * batch_size:
+            if len(wave) >= _WAVE * batch_size:
                 break
         if not wave:
             return
         if model is None:
-            from draftsmith.prepare.generate import Generator as Model
+            from draftsmith.prepare.generate import TargetInProcess
 
-            model = Model(chat, facts, recipe)
+            model = TargetInProcess(chat, facts, recipe)
         wave.sort(key=lambda request: len(request.prompt_ids))
         following: list[Request] = []
         for start in range(0, len(wave), batch_size):
@@ -115,11 +117,10 @@ def _answer_in_process(talks: Talks, chat: Chat, facts: TargetFacts, recipe: Rec
         wave = following
 
 
-def _figures(file: AnswerFile, found: int, seconds: float, ended: Counter[str], using: str) -> dict[str, Any]:
+def _figures(file: AnswerFile, ended: Counter[str]) -> dict[str, Any]:
     number = len(file)
     return {
         "written_by": "target",
-        "using": using,
         "answers": number,
         "tokens": file.tokens,
         "regenerated_share": round(file.origins["target"] / number, 4) if number else 0.0,
@@ -127,8 +128,6 @@ def _figures(file: AnswerFile, found: int, seconds: float, ended: Counter[str], 
         "finish_reasons": dict(file.finish_reasons.most_common()),
         "cut_share": round(1 - file.finished / number, 4) if number else 0.0,
         "conversations_ended": dict(ended.most_common()),
-        "found_from_an_earlier_run": found,
-        "generation_seconds": round(seconds, 1),
     }
 
 

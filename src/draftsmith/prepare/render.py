@@ -69,7 +69,9 @@ class Chat:
         added = tokenizer.added_tokens_decoder
         self.special = {int(i): token.content for i, token in added.items() if token.special}
         self.special |= {tokenizer.convert_tokens_to_ids(text): text for text in tokenizer.all_special_tokens}
-        self._special_pattern = re.compile("|".join(re.escape(text) for text in self.special.values()) or r"(?!)")
+        self._special_pattern = re.compile(
+            "|".join(re.escape(text) for text in self.special.values() if text) or r"(?!)"
+        )
         eos = tokenizer.eos_token_id
         self.stop_ids = frozenset(facts.eos_token_ids) | (frozenset() if eos is None else {eos})
         self._known: list[tuple[str, list[int]]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -105,6 +106,7 @@ def _start_worker(facts: TargetFacts, recipe: Recipe) -> None:
     global _worker
     from draftsmith.target import load_tokenizer
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to act on
     _worker = Chat(load_tokenizer(facts, recipe.target), facts, recipe.prepare), recipe
 
 

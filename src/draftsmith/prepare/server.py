@@ -100,8 +100,14 @@ class _Server:
             EngineError: the server cannot be reached, or its tokenizer is not the target's.
             RequestError: it serves several models and the recipe names none, or is made for shorter sequences.
         """
-        cards = {card["id"]: card for card in (await self._send("GET", "models", None)).get("data", [])}
         wanted = self.settings.served_model
+        try:
+            listed = (await self._send("GET", "models", None)).get("data") or []
+        except _Refused:  # not every server lists its models
+            if wanted is None:
+                raise
+            listed = []
+        cards = {card.get("id"): card for card in listed}
         unclear = len(cards) != 1 if wanted is None else bool(cards) and wanted not in cards
         if unclear:
             raise RequestError(
@@ -119,7 +125,7 @@ class _Server:
         short = replace(example, max_tokens=min(8, example.max_tokens))
         body = self._body(short) | {"prompt": example.prompt_ids, **_WITH_IDS}
         try:
-            choice = _choice(await self._send("POST", "completions", body))
+            choice = await self._ask("completions", body, "text")
         except _Refused as refusal:
             if refusal.status not in _NOT_UNDERSTOOD:
                 raise
@@ -141,7 +147,7 @@ class _Server:
 
     async def _complete(self, request: Request) -> _Reply:
         body = self._body(request) | {"prompt": request.prompt_ids, **_WITH_IDS}
-        choice = _choice(await self._send("POST", "completions", body))
+        choice = await self._ask("completions", body, "text")
         finish_reason, ids = choice.get("finish_reason") or "unknown", choice.get("token_ids")
         if ids is not None:
             return ids, finish_reason, message_of(self.chat, ids), "target"
@@ -156,7 +162,7 @@ class _Server:
             body["tools"] = request.tools
         if self.chat.kwargs:
             body["chat_template_kwargs"] = self.chat.kwargs
-        choice = _choice(await self._send("POST", "chat/completions", body))
+        choice = await self._ask("chat/completions", body, "message")
         finish_reason, said = choice.get("finish_reason") or "unknown", choice["message"]
         kept = {key: said[key] for key in ("tool_calls", *REASONING_KEYS) if said.get(key)}
         message = normal_form({"role": "assistant", "content": said.get("content") or "", **kept})
@@ -177,6 +183,14 @@ class _Server:
             "top_p": self.settings.top_p,
             "seed": int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big"),
         }
+
+    async def _ask(self, path: str, body: dict[str, Any], part: str) -> dict[str, Any]:
+        """The first choice of the reply, which has `part`. Raises EngineError."""
+        reply = await self._send("POST", path, body)
+        choices = reply.get("choices")
+        if not choices or part not in choices[0]:
+            raise EngineError(f"replies without `choices[0].{part}`: {json.dumps(reply)[:200]}", where=self._url(path))
+        return choices[0]
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """The reply as JSON. What may pass is tried again, for about half a minute.
@@ -236,13 +250,6 @@ def _json(response: httpx.Response, where: str) -> dict[str, Any]:
     if not isinstance(reply, dict):
         raise EngineError(f"answers no JSON object: {response.text[:200]!r}", where=where)
     return reply
-
-
-def _choice(reply: dict[str, Any]) -> dict[str, Any]:
-    choices = reply.get("choices")
-    if not choices:
-        raise EngineError(f"the server's reply has no `choices`: {json.dumps(reply)[:200]}", where="prepare.regenerate")
-    return choices[0]
 
 
 def _same_text(ours: str, choice: dict[str, Any]) -> bool:

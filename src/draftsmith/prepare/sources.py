@@ -47,13 +47,6 @@ class Tally:
         if len(known) < _EXAMPLES:
             known.append(row_id)
 
-    def add(self, other: Tally) -> None:
-        self.read += other.read
-        self.kept += other.kept
-        self.dropped.update(other.dropped)
-        for reason, ids in other.examples.items():
-            self.examples[reason] = [*self.examples.get(reason, []), *ids][:_EXAMPLES]
-
     def to_json(self) -> dict[str, Any]:
         dropped = {
             reason: {"rows": number, "examples": self.examples[reason]} for reason, number in self.dropped.most_common()
@@ -246,6 +239,9 @@ def _parse(record: Any, form: str, answers_needed: bool) -> tuple[list[dict[str,
     if not turns:
         raise _Unusable("empty conversation")
     messages = [_message(turn) for turn in turns]
+    system = record.get("system")
+    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
     if not any(message["role"] == "user" for message in messages):
         raise _Unusable("no user turn")
     if answers_needed and not answer_turns(messages):
