@@ -9,10 +9,12 @@ from draftsmith import __version__
 from draftsmith.errors import RequestError, StoreError
 from draftsmith.layers import validate_layer_ids
 from draftsmith.recipe import Recipe
-from draftsmith.records import TargetFacts
+from draftsmith.records import Features, TargetFacts
 from draftsmith.rundir import RunPaths, append_event
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from draftsmith.extract.from_transformers import Reference
     from draftsmith.extract.manifest import Manifest
     from draftsmith.extract.store import StoreWriter
@@ -28,13 +30,14 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
         StoreError: the store there is of something else, is being written, or does not fit on the disk.
         TargetError: the target cannot be loaded.
         CaptureError: its states cannot be captured, or are not those that its logits come from.
+        EngineError: the engine failed, and starting it again did not help.
+        CheckFailed: more samples were set aside than `extract.max_quarantined` allows.
     """
     from draftsmith.corpus import corpus_lengths
+    from draftsmith.extract.quarantine import refuse_many_set_aside
     from draftsmith.extract.store import StoreWriter
     from draftsmith.target import read_facts_of_run
 
-    if recipe.extract.engine != "transformers":
-        raise RequestError("only the engine `transformers` is there so far", where="extract.engine")
     facts = read_facts_of_run(paths)
     lengths = corpus_lengths(paths.require(paths.corpus, "prepare"))
     manifest = _manifest(recipe, paths, facts)
@@ -45,16 +48,19 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
         missing = {id: tokens for id, tokens in lengths.items() if id not in writer.committed}
         _refuse_small_disk(paths, manifest, missing)
         rate = _capture(recipe, paths, facts, writer, lengths) if missing else None
+    refuse_many_set_aside(paths.stage("extract"), len(lengths), recipe.extract.max_quarantined)
     return _report(paths, rate)
 
 
 def _manifest(recipe: Recipe, paths: RunPaths, facts: TargetFacts) -> Manifest:
-    import transformers
+    from importlib.metadata import version
 
     from draftsmith.corpus import corpus_metadata
+    from draftsmith.extract.engine_settings import engine_version
     from draftsmith.extract.manifest import Manifest, identity
     from draftsmith.target import pick_device, pick_dtype
 
+    engine = recipe.extract.engine
     chosen = recipe.extract.aux_layer_ids or facts.aux_layer_ids
     if chosen is None or facts.num_hidden_layers is None:
         raise RequestError(
@@ -67,8 +73,8 @@ def _manifest(recipe: Recipe, paths: RunPaths, facts: TargetFacts) -> Manifest:
         aux_layer_ids=validate_layer_ids(chosen, facts.num_hidden_layers),
         dtype=str(pick_dtype(recipe.target.dtype, facts, pick_device(recipe.target.device))).removeprefix("torch."),
         codec=recipe.extract.codec,
-        engine="transformers",
-        engine_version=transformers.__version__,
+        engine=engine,
+        engine_version=engine_version() if engine == "vllm" else version("transformers"),
         draftsmith_version=__version__,
     )
 
@@ -106,18 +112,20 @@ def _capture(
     recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter, lengths: dict[str, int]
 ) -> float:
     """Work through the corpus; returns tokens per second."""
-    from draftsmith.corpus import read_corpus
-    from draftsmith.extract.from_transformers import batches
+    from contextlib import closing
+
     from draftsmith.progress import progress
     from draftsmith.signals import check_stop, stop_requested
 
-    reference = _proven_reference(recipe, paths, facts, writer)
+    if recipe.extract.engine == "vllm":
+        from draftsmith.extract.from_vllm import capture_corpus
+
+        source = capture_corpus(recipe, paths, facts, writer, lengths)
+    else:
+        source = _capture_with_transformers(recipe, paths, facts, writer)
     done = sum(writer.committed.values())
-    with progress("extract", sum(lengths.values()), "tokens", done=done) as bar:
-        for batch in batches(read_corpus(paths.corpus), recipe.extract.batch_tokens):
-            if all(sample.id in writer.committed for sample in batch):
-                continue
-            found = [f for f in reference.features(batch) if f.id not in writer.committed]
+    with progress("extract", sum(lengths.values()), "tokens", done=done) as bar, closing(source):
+        for found in source:
             committed = writer.add(found)
             bar.advance(sum(len(f.input_ids) for f in found))
             if stop_requested():
@@ -127,6 +135,18 @@ def _capture(
                 tokens = sum(writer.committed.values())
                 append_event(paths, "extract", "shard", samples=len(writer.committed), tokens=tokens)
         return bar.rate
+
+
+def _capture_with_transformers(
+    recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter
+) -> Generator[list[Features], None, None]:
+    from draftsmith.corpus import read_corpus
+    from draftsmith.extract.from_transformers import batches
+
+    reference = _proven_reference(recipe, paths, facts, writer)
+    for batch in batches(read_corpus(paths.corpus), recipe.extract.batch_tokens):
+        if not all(sample.id in writer.committed for sample in batch):
+            yield [f for f in reference.features(batch) if f.id not in writer.committed]
 
 
 def _proven_reference(recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter) -> Reference:
@@ -146,9 +166,10 @@ def _proven_reference(recipe: Recipe, paths: RunPaths, facts: TargetFacts, write
 
 
 def _report(paths: RunPaths, tokens_per_second: float | None) -> dict[str, Any]:
+    from draftsmith.extract.quarantine import read_quarantine
     from draftsmith.extract.store import Store
 
-    store = Store.open(paths.store)
+    store, set_aside = Store.open(paths.store), read_quarantine(paths.stage("extract"))
     tokens, size = sum(store.lengths), sum(entry.bytes for entry in store.entries)
     parity = store.manifest.parity or {}
     rate = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s"
@@ -160,9 +181,23 @@ def _report(paths: RunPaths, tokens_per_second: float | None) -> dict[str, Any]:
         "tokens_per_second": None if tokens_per_second is None else round(tokens_per_second, 1),
         "aux_layer_ids": list(store.manifest.aux_layer_ids),
         "parity": parity,
+        "set_aside": {id: reasons[-1].splitlines()[0] for id, reasons in set_aside.items()},
         "summary": [
             f"extract: {len(store):,} samples, {tokens:,} tokens, {size / _GIB:,.2f} GiB{rate}",
             f"  layer ids {', '.join(map(str, store.manifest.aux_layer_ids))} and {store.manifest.num_hidden_layers}; "
-            f"the target's own logits follow from the last to {parity.get('head_error', float('nan')):.1e}",
+            + _say_parity(parity),
+            *([f"  {len(set_aside):,} samples set aside, which failed twice"] if set_aside else []),
         ],
     }
+
+
+def _say_parity(parity: dict[str, Any]) -> str:
+    if "head_error" in parity:
+        return f"the target's own logits follow from the last to {parity['head_error']:.1e}"
+    said = f"not compared with the reference: {parity.get('reason', 'not measured')}"
+    if "by_layer" in parity:
+        worst = max(figures["median"] for figures in parity["by_layer"].values())
+        said = f"the reference's to {worst:.1e}"
+    if parity.get("next_tokens"):
+        said += f"; {parity['next_token_agreement']:.0%} of the engine's next tokens follow from the last"
+    return said

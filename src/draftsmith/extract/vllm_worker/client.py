@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +17,8 @@ from typing import Any, Self
 from draftsmith.extract.vllm_worker.engine import Job
 from draftsmith.extract.vllm_worker.failures import ENGINE, Failure, read_failures
 
-STOP_SECONDS = 30.0  # vLLM's own way out, before it is killed
+STOP_SECONDS = 30.0  # for vLLM's own way out
+TERMINATION_SECONDS = 5.0  # for what is left of its session, before it is killed
 
 
 class EngineDied(Exception):
@@ -41,7 +43,7 @@ class EngineProcess:
 
     def __init__(self, job: Mapping[str, Any], failures: Path, log: Path, environment: Mapping[str, str]) -> None:
         reading, writing = os.pipe()
-        self._failures, self._events, self._rest = failures, reading, b""
+        self._failures, self._events, self._rest, self._ending = failures, reading, b"", False
         self.capture: str | None = None
         self.parts: list[list[int]] = []
         with open(log, "ab") as output:
@@ -61,15 +63,20 @@ class EngineProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let it end by itself if it was told that no more samples come, then end what is left of its session."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_SECONDS if self._ending else 0.0)
+        """Let it end by itself if it was told that no more samples come; then end what is left of its session."""
+        if self._ending:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
         with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+            deadline = time.monotonic() + TERMINATION_SECONDS
+            while time.monotonic() < deadline:  # Python's resource tracker outlives the others, and frees their memory
+                self._process.poll()
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.02)
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         os.close(self._events)
-
-    _ending = False
 
     def send(self, number: int, input_ids: list[int]) -> None:
         self._write(json.dumps({"number": number, "input_ids": input_ids}) + "\n")

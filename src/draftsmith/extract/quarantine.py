@@ -1,0 +1,54 @@
+"""Samples that were set aside because they failed twice: one line each, with the reason of each attempt."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+from draftsmith.errors import CheckFailed
+from draftsmith.records import Sample
+
+QUARANTINE = "quarantine.jsonl"
+
+
+def set_aside(folder: Path, sample: Sample, reasons: list[str]) -> None:
+    """Enter a sample, on disk before this returns."""
+    line = json.dumps({"id": sample.id, "tokens": len(sample.input_ids), "reasons": reasons}, ensure_ascii=False)
+    with open(folder / QUARANTINE, "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_quarantine(folder: Path) -> dict[str, list[str]]:
+    """The samples that were set aside, by id, each with the reason of each attempt."""
+    path, found = folder / QUARANTINE, {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:  # the line that a crash cut short: the sample is tried again
+            continue
+        found[entry["id"]] = entry["reasons"]
+    return found
+
+
+def refuse_many_set_aside(folder: Path, samples: int, allowed: float) -> None:
+    """Raises CheckFailed where more than the allowed share of the samples is in the quarantine."""
+    found = read_quarantine(folder)
+    if len(found) <= allowed * samples:
+        return
+    id, reasons = next(iter(found.items()))
+    raise CheckFailed(
+        f"{len(found):,} of {samples:,} samples failed twice and were set aside; the first, {id}: "
+        f"{reasons[-1].splitlines()[0]}",
+        where="extract",
+        hint=f"all else is done. {folder / QUARANTINE} has every reason: delete it to try those again, or go on "
+        f"without them with extract.max_quarantined={_share_of(len(found), samples)}",
+    )
+
+
+def _share_of(part: int, whole: int) -> str:
+    """As a fraction in few digits, rounded up."""
+    return f"{math.ceil(1e4 * part / whole) / 1e4:g}"
