@@ -4,8 +4,8 @@ python benchmarks/train_step.py --workload full --tokens 8192 --steps 7
 python benchmarks/train_step.py --workload full small --tokens 4096 8192 16384 --steps 3 7
 
 One process on one GPU: forward, loss, backward, gradient clipping and AdamW in bf16 over float32 masters, on random
-states and documents of 1,024 tokens, by device events; median of 10 steps after warm-up. `--profile FILE` also writes
-where the device's time goes. Without `--top1` the teacher is the draft vocabulary's rows alone, as in the peers
+states and documents of 1,024 tokens, by device events; median of 10 steps after warm-up. `--profile FOLDER` also
+writes the device's time by kernel. Without `--top1` the teacher is the draft vocabulary's rows alone, as in the peers
 (`train.mask_out_of_vocab=false` at a step that is not logged); with it, the target's whole vocabulary is asked at every
 position, which the floor does not count.
 """
@@ -17,6 +17,7 @@ import importlib.metadata
 import itertools
 import json
 import platform
+import re
 import statistics
 import time
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as record
 
 from draftsmith import recipe
 from draftsmith.draft.config import DraftConfig
@@ -35,6 +39,13 @@ from draftsmith.train.step import Learner
 RESULT = Path(__file__).parent / "results" / "train_step.json"
 MATRIX_FLOPS = 790e12  # a large bf16 product on an H200, measured
 DOCUMENT_TOKENS, AUX = 1024, 3
+KINDS_OF_WORK = {
+    "matrix products": "nvjet|gemm|cutlass|splitK",
+    "attention": "_attend|_own_backward|_query_backward|_key_backward",
+    "loss": "_loss_rows|_teacher_rows|_copy_rows",
+    "norms, activation, rotation": "_rms_norm|_swiglu|_rotate",
+    "optimizer and gradient norm": "multi_tensor_apply",
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ def floor_seconds(work: Workload, tokens: int, steps: int) -> float:
     return tokens * (steps * (6 * layer + 3.5 * causal) + once) / MATRIX_FLOPS
 
 
-def make_learner(work: Workload, steps: int, kernels: str, top1: bool, device: torch.device) -> Learner:
+def make_learner(work: Workload, tokens: int, steps: int, kernels: str, top1: bool, device: torch.device) -> Learner:
     config = DraftConfig(
         vocab_size=work.vocab,
         draft_vocab_size=work.draft_vocab,
@@ -101,7 +112,12 @@ def make_learner(work: Workload, steps: int, kernels: str, top1: bool, device: t
         draft.d2t.copy_(ids - torch.arange(len(ids), device=device))
         draft.t2d[ids] = True
     settings = recipe.Train(
-        unroll_steps=steps, kernels=kernels, mask_out_of_vocab=top1, autocast="bfloat16", learning_rate=1e-5
+        unroll_steps=steps,
+        kernels=kernels,
+        mask_out_of_vocab=top1,
+        autocast="bfloat16",
+        learning_rate=1e-5,
+        batch_tokens=tokens,
     )
     return Learner(draft, head, settings, device)
 
@@ -137,10 +153,8 @@ def milliseconds_of_steps(learner: Learner, batch: Batch, steps: int) -> list[fl
 
 def measure(name: str, tokens: int, steps: int, arguments: argparse.Namespace) -> dict[str, Any]:
     work, device = WORKLOADS[name], torch.device("cuda")
-    learner, batch = (
-        make_learner(work, steps, arguments.kernels, arguments.top1, device),
-        make_batch(work, tokens, device),
-    )
+    learner = make_learner(work, tokens, steps, arguments.kernels, arguments.top1, device)
+    batch = make_batch(work, tokens, device)
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     first = learner.step(learner.prepare(batch), 1e-5).figures()
@@ -149,8 +163,7 @@ def measure(name: str, tokens: int, steps: int, arguments: argparse.Namespace) -
     times = milliseconds_of_steps(learner, batch, arguments.repeats)
     floor = floor_seconds(work, tokens, steps) * 1000
     median = statistics.median(times)
-    if arguments.profile:
-        profile(learner, batch, Path(arguments.profile) / f"{name}-{tokens}-{steps}.txt")
+    table = Path(arguments.profile) / f"{name}-{tokens}-{steps}.txt" if arguments.profile else None
     return {
         "workload": name,
         "tokens": tokens,
@@ -164,22 +177,31 @@ def measure(name: str, tokens: int, steps: int, arguments: argparse.Namespace) -
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
         "tokens_per_second": round(tokens / median * 1000),
+        "device_milliseconds": profile(learner, batch, table),
         "first_step_seconds": round(first_step_seconds, 1),
         "first_loss": first["loss"],
         "last_loss": learner.step(learner.prepare(batch), 1e-5).figures()["loss"],
     }
 
 
-def profile(learner: Learner, batch: Batch, file: Path) -> None:
-    """Device time by kernel over 3 steps."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
-
-    with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
-        milliseconds_of_steps(learner, batch, 3)
-    table = recorded.key_averages().table(sort_by="self_device_time_total", row_limit=60, max_name_column_width=110)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(table)
+def profile(learner: Learner, batch: Batch, file: Path | None) -> dict[str, float]:
+    """Milliseconds of a step that the device spends on each kind of work; each kernel's go to `file`."""
+    steps = 3
+    with record(activities=[ProfilerActivity.CUDA]) as recorded:
+        milliseconds_of_steps(learner, batch, steps)
+    kernels = [
+        (event.self_device_time_total / 1000 / steps, event.count // steps, event.key)
+        for event in recorded.key_averages()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = [f"{spent:9.3f} ms {count:6} x  {name}" for spent, count, name in sorted(kernels, reverse=True)]
+        file.write_text("\n".join(lines) + "\n")
+    by_kind = dict.fromkeys([*KINDS_OF_WORK, "other"], 0.0)
+    for spent, _, name in kernels:
+        by_kind[next((kind for kind, names in KINDS_OF_WORK.items() if re.search(names, name)), "other")] += spent
+    return {kind: round(time, 2) for kind, time in by_kind.items()} | {"all": round(sum(by_kind.values()), 2)}
 
 
 def main() -> None:

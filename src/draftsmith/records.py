@@ -11,6 +11,7 @@ Dimension legend, used throughout the package:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -138,9 +139,8 @@ class Batch:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.input_ids, self.loss_mask, self.document, self.position, self.aux, self.last
 
-    def pinned(self) -> Batch:
-        """In memory that a GPU copies from without a wait of the host."""
-        return Batch(self.sample_ids, *(x if x.is_cuda else x.pin_memory() for x in self.tensors()))
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        return Batch(self.sample_ids, *map(move, self.tensors()))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """On the device, with the states in the given dtype."""

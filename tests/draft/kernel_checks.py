@@ -28,7 +28,8 @@ def assert_same(found, expected):
 def test_the_attention_kernels_are_the_attention(heads, kv_heads, dim, steps):
     torch.manual_seed(0)
     spans, slots = [(0, 1), (1, 140), (140, 160)], 160
-    here, there = (fast_attention.Documents.of(spans, torch.device(device)) for device in ("cpu", DEVICE))
+    here = fast_attention.Documents.of(spans)
+    there = here.moved(lambda blocks: blocks.to(DEVICE))
     packed = torch.randn(steps, slots, (heads + 2 * kv_heads) * dim).to(ATTENTION)  # strided, as the unroll has them
     dout = torch.randn(slots, heads, dim).to(ATTENTION)
     dkv = torch.randn(steps, slots, 2, kv_heads, dim).to(ATTENTION)

@@ -64,11 +64,13 @@ def test_on_a_gpu_the_fast_path_is_as_near_to_float64_as_the_plain_one(loss, len
     assert found == counts
     for name, value in truth.items():
         of_plain, of_fast = ((x[name] - value).norm() / value.norm().clamp_min(1e-9) for x in (plain, fast))
-        assert of_fast < 1.5 * of_plain + 0.01, (name, of_plain, of_fast)
+        assert of_fast < 2 * of_plain + 0.01, (name, of_plain, of_fast)
 
 
 def test_on_a_gpu_other_lengths_compile_nothing_anew(monkeypatch):
     from triton import knobs
+
+    from draftsmith.draft import kernels
 
     learner, batch = make_world([100, 60], torch.bfloat16, "cuda")
     learner.step(learner.prepare(batch), 1e-4)
@@ -78,9 +80,27 @@ def test_on_a_gpu_other_lengths_compile_nothing_anew(monkeypatch):
         batch = make_world(lengths, torch.bfloat16, "cuda")[1]
         learner.step(learner.prepare(batch), 1e-4).figures()
     assert compiled == []
-    other, batch = make_world([100, 60], torch.bfloat16, "cuda", loss="lk")
-    other.step(other.prepare(batch), 1e-4)
-    assert compiled  # the hook hears of a kernel that was not needed before
+    kernels._loss_rows.device_caches.clear()
+    learner.step(learner.prepare(batch), 1e-4)
+    assert compiled  # the hook hears of a kernel that is compiled
+
+
+def test_a_captured_step_does_what_a_launched_one_does():
+    lengths = ([100, 60], [33, 1, 90], [256], [1, 2, 3], [70, 70], [11] * 9)
+    outcomes = []
+    for use_graphs in (False, True):
+        learner, _ = make_world([1], torch.bfloat16, "cuda", batch_tokens=256)
+        learner.use_graphs = use_graphs
+        figures = []
+        for step, of_batch in enumerate(lengths):
+            batch = make_world(of_batch, torch.bfloat16, "cuda")[1]
+            figures.append(learner.step(learner.prepare(batch), 1e-3 / (1 + step)).figures()["loss"])
+        outcomes.append((figures, {n: p.detach().cpu() for n, p in learner.draft.named_parameters()}))
+    assert learner.graphs[True] is not None
+    (losses, weights), (same_losses, same_weights) = outcomes
+    assert same_losses == pytest.approx(losses, rel=1e-2)
+    for name, weight in weights.items():
+        torch.testing.assert_close(same_weights[name], weight, rtol=0.05, atol=2e-3)
 
 
 def test_on_a_gpu_the_logits_in_memory_do_not_grow_with_the_batch():

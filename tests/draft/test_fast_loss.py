@@ -7,10 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.draft import fast_loss
+from draftsmith.draft.fast_attention import Documents
 from draftsmith.draft.fast_loss import (
     ChunkedLoss,
     LossInputs,
-    counted_positions,
+    Slots,
     fast_unrolled_loss,
     find_targets,
     head_of_draft_vocabulary,
@@ -36,9 +37,13 @@ STEPS, DECAY = 3, 0.8
 
 
 def find(draft, head, batch, kind, *, mask):
-    counted = counted_positions(batch.loss_mask, batch.document, STEPS)
-    targets = find_targets(draft, head, batch.last, counted, top1=True, mass=kind.startswith("lk"), mask=mask)
+    slots = Slots.of(batch.loss_mask, batch.document, STEPS)
+    targets = find_targets(draft, head, batch.last, slots, top1=True, mass=kind.startswith("lk"), mask=mask)
     return targets, DECAY ** torch.arange(STEPS, dtype=torch.float64) / targets.counts.clamp_min(1)
+
+
+def documents_of(batch):
+    return Documents.of(spans_of(batch.document))
 
 
 def gradients(draft, loss):
@@ -54,10 +59,7 @@ def test_the_fast_loss_has_the_values_and_gradients_of_the_plain_one(kind, mask)
     plain = unrolled_loss(draft, batch, teacher_of(draft, head, batch.last), STEPS, mask, kind)
     expected = total_loss(plain, [result.loss_count for result in plain], DECAY)
     targets, weights = find(draft, head, batch, kind, mask=mask)
-    draft_head = head_of_draft_vocabulary(head, draft)
-    loss, results = fast_unrolled_loss(
-        draft, draft_head, batch, batch.last, spans_of(batch.document), targets, weights, kind
-    )
+    loss, results = fast_unrolled_loss(draft, head, batch, documents_of(batch), targets, weights, kind)
     torch.testing.assert_close(loss, expected)
     for fast, slow in zip(results, plain, strict=True):
         torch.testing.assert_close(fast.loss_sum, slow.loss_sum.detach())
@@ -75,7 +77,7 @@ def test_the_whole_vocabulary_needs_no_map(kind):
     draft.initialise(head, None, seed=0)
     plain = unrolled_loss(draft, batch, teacher_of(draft, head, batch.last), STEPS, True, kind)
     targets, weights = find(draft, head, batch, kind, mask=True)
-    _, results = fast_unrolled_loss(draft, head, batch, batch.last, spans_of(batch.document), targets, weights, kind)
+    _, results = fast_unrolled_loss(draft, head, batch, documents_of(batch), targets, weights, kind)
     for fast, slow in zip(results, plain, strict=True):
         torch.testing.assert_close(fast.loss_sum, slow.loss_sum.detach())
         assert int(fast.accepted) == int(slow.accepted)
@@ -129,19 +131,18 @@ def test_the_size_of_a_chunk_changes_nothing():
 
 def test_positions_are_the_counted_slots_moved_to_what_they_learn_from():
     batch = make_batch([9, 4])
-    by_position = counted_positions(batch.loss_mask, batch.document, STEPS)
+    found = Slots.of(batch.loss_mask, batch.document, STEPS)
     for k, slots in enumerate(counted_slots(batch.loss_mask, batch.document, STEPS)):
-        assert (slots.nonzero() + 1 + k).tolist() == by_position[k].nonzero().tolist()
+        assert (slots.nonzero() + 1 + k).tolist() == found.counted[k].nonzero().tolist()
+    assert found.positions.tolist() == found.counted.any(0).nonzero().flatten().tolist()
+    assert sorted([*found.positions.tolist(), *found.others.tolist()]) == list(range(13 + STEPS))
 
 
 def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient():
     draft, head, batch = make_draft(), make_head(), make_batch([3, 3])
     batch.loss_mask.zero_()
     targets, weights = find(draft, head, batch, "soft_cross_entropy", mask=True)
-    draft_head = head_of_draft_vocabulary(head, draft)
-    loss, _ = fast_unrolled_loss(
-        draft, draft_head, batch, batch.last, spans_of(batch.document), targets, weights, "soft_cross_entropy"
-    )
+    loss, _ = fast_unrolled_loss(draft, head, batch, documents_of(batch), targets, weights, "soft_cross_entropy")
     assert loss.item() == 0
     assert all(not gradient.any() for gradient in gradients(draft, loss).values())
 
@@ -169,16 +170,7 @@ def test_the_logits_in_memory_do_not_grow_with_the_batch(kind, monkeypatch):
         batch = make_batch([9] * documents)
         with LargestLogits() as seen:
             targets, weights = find(draft, head, batch, kind, mask=True)
-            loss, _ = fast_unrolled_loss(
-                draft,
-                head_of_draft_vocabulary(head, draft),
-                batch,
-                batch.last,
-                spans_of(batch.document),
-                targets,
-                weights,
-                kind,
-            )
+            loss, _ = fast_unrolled_loss(draft, head, batch, documents_of(batch), targets, weights, kind)
             loss.backward()
         largest.append(seen.numbers)
     assert largest[0] == largest[1] <= 16 * TARGET_VOCAB

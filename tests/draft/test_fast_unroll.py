@@ -34,7 +34,7 @@ def plain_states(draft, batch, steps):
 
 
 def fast_states(draft, batch, steps):
-    documents = Documents.of(spans_of(batch.document), CPU)
+    documents = Documents.of(spans_of(batch.document))
     return fast_unroll(UnrollInputs(draft, batch.input_ids, batch.aux, batch.position, documents, steps))
 
 
@@ -86,7 +86,7 @@ def test_in_lower_precision_the_fast_unroll_is_as_near_to_float64_as_the_plain_o
 
 def test_the_unrolls_gradient_is_the_slope_of_its_values():
     draft, batch = make_draft(intermediate_size=3, num_attention_heads=2, num_key_value_heads=1), make_batch([3, 2])
-    documents = Documents.of(spans_of(batch.document), CPU)
+    documents = Documents.of(spans_of(batch.document))
     inputs = UnrollInputs(draft, batch.input_ids, batch.aux, batch.position, documents, 3)
     weights = [w.detach().clone().requires_grad_() for w in Weights.of(draft)]
     run = functools.partial(Recomputed.apply, lambda *w: Unroll.apply(inputs, *w))
@@ -123,7 +123,7 @@ def test_a_causal_pass_merged_with_the_slots_own_keys_is_attention_over_both(len
     plain = UnrollAttention(spans)
     for key, value in zip(keys, values, strict=True):
         expected = plain(query, key, value)
-    found = FastAttention.apply(Documents.of(spans, CPU), query, keys, values)
+    found = FastAttention.apply(Documents.of(spans), query, keys, values)
     torch.testing.assert_close(found, expected)
     dout = torch.randn_like(found)
     gradients = (torch.autograd.grad(x, (query, keys, values), dout) for x in (found, expected))
@@ -135,7 +135,7 @@ def test_the_fast_attentions_gradient_is_the_slope_of_its_values():
     torch.manual_seed(0)
     query = torch.randn(6, 2, 4, dtype=torch.float64, requires_grad=True)
     keys, values = (torch.randn(3, 6, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    documents = Documents.of([(0, 5), (5, 6)], CPU)
+    documents = Documents.of([(0, 5), (5, 6)])
     assert torch.autograd.gradcheck(lambda *x: FastAttention.apply(documents, *x), (query, keys, values))
 
 

@@ -9,7 +9,7 @@ import torch
 from draftsmith import signals
 from draftsmith.draft.loss import teacher_of
 from draftsmith.errors import CheckFailed, CheckpointError, DataError, Interrupted
-from draftsmith.train.batches import flat_batch
+from draftsmith.train.batches import flat_batch, padded
 from draftsmith.train.checkpoint import checkpoints_in, load_checkpoint
 from draftsmith.train.metrics import read_metrics
 from tests.train.builders import build_store, features_of, make_trainer
@@ -117,6 +117,37 @@ def test_the_gradient_is_that_of_the_mean_over_slots_whatever_shares_the_batch(t
         assert step.counted == sum(part[k].counted for part in apart)
         assert step.loss_count == sum(part[k].loss_count for part in apart)
         torch.testing.assert_close(step.loss_sum, sum(part[k].loss_sum for part in apart))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "plain"])
+def test_padding_a_batch_to_one_shape_changes_nothing(tmp_path, tiny_target, store, samples, kernels):
+    trainer = make_trainer(tmp_path, tiny_target, store, kernels=kernels)
+    batch, outcomes = flat_batch(samples[:5]), []
+    for given in (batch, padded(batch, 128)):
+        prepared = trainer.learner.prepare(given)
+        if given is not batch:
+            one_shape = {"slots": prepared.slots.of_one_shape(), "documents": prepared.documents.of_one_shape(20)}
+            prepared = dataclasses.replace(prepared, **one_shape)
+        loss, results = trainer.learner.loss(prepared)
+        trainer.draft.zero_grad()
+        loss.backward()
+        outcomes.append((results, {n: p.grad for n, p in trainer.draft.named_parameters() if p.requires_grad}))
+    (alone, gradients), (filled, same_gradients) = outcomes
+    for step, other in zip(alone, filled, strict=True):
+        for name in ("loss_sum", "loss_count", "correct", "accepted", "counted"):
+            torch.testing.assert_close(*(torch.as_tensor(getattr(x, name)).float() for x in (step, other)))
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, same_gradients[name], rtol=1e-4, atol=1e-6)
+
+
+def test_the_fast_kernels_train_as_the_plain_computation_does(tmp_path, tiny_target, store):
+    fast, plain = (
+        make_trainer(tmp_path / kernels, tiny_target, store, kernels=kernels) for kernels in ("auto", "plain")
+    )
+    found, expected = fast.train(), plain.train()
+    assert found == pytest.approx(expected, rel=1e-3)
+    for name, tensor in weights(plain).items():
+        torch.testing.assert_close(weights(fast)[name], tensor, rtol=1e-3, atol=1e-5)
 
 
 def test_the_teacher_in_chunks_is_the_teacher_at_once(tmp_path, tiny_target, store, samples):

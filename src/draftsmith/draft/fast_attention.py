@@ -16,6 +16,7 @@ documents, let several query heads share a key head without copies, and merge be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ import torch
 from draftsmith.draft.attention import Spans
 from draftsmith.draft.fast_layers import wide
 
-BLOCK_SLOTS = 128  # of one document, that one program of a CUDA kernel works on
+BLOCK_SLOTS = 64  # of one document, that one program of a CUDA kernel works on
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,20 @@ class Documents:
 
     spans: Spans
     blocks: torch.Tensor  # [blocks, 3] int32: a block's first slot, its document's first slot, the slot after it
+    longest: int  # tokens
 
     @classmethod
-    def of(cls, spans: Spans, device: torch.device) -> Documents:
+    def of(cls, spans: Spans) -> Documents:
         blocks = [(slot, start, end) for start, end in spans for slot in range(start, end, BLOCK_SLOTS)]
-        return cls(spans, torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True))
+        return cls(spans, torch.tensor(blocks, dtype=torch.int32), max(end - start for start, end in spans))
 
-    @property
-    def longest(self) -> int:
-        return max(end - start for start, end in self.spans)
+    def of_one_shape(self, blocks: int) -> Documents:
+        """The same with so many blocks, of which the last are empty, and sizes as for one document."""
+        empty = (0, 0, 0, blocks - len(self.blocks))
+        return Documents(self.spans, torch.nn.functional.pad(self.blocks, empty), self.spans[-1][1])
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Documents:
+        return Documents(self.spans, move(self.blocks), self.longest)
 
 
 def attend(

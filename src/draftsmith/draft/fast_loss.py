@@ -14,12 +14,12 @@ Whether the target's top-1 lies in the draft vocabulary, and how much of its mas
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from draftsmith.draft.attention import Spans
 from draftsmith.draft.fast_attention import Documents
 from draftsmith.draft.fast_layers import add_product, wide
 from draftsmith.draft.fast_unroll import UnrollInputs, fast_unroll
@@ -35,12 +35,35 @@ CHUNK_ROWS = {"cuda": 4096, "cpu": 256}  # of logits at a time, the teacher's an
 
 
 @dataclass(frozen=True)
-class Targets:
-    """Which positions teach which steps. All tensors by position, on the batch's device."""
+class Slots:
+    """Which positions teach which steps, as the loss mask says before anything is computed."""
 
+    counted: torch.Tensor  # [K, S] bool, by position: what serving would draft
     positions: torch.Tensor  # [P] int64, those that any step counts
     others: torch.Tensor  # the rest of the S + K rows of the states
-    counted: torch.Tensor  # [K, S] bool, what serving would draft
+
+    @classmethod
+    def of(cls, loss_mask: torch.Tensor, document: torch.Tensor, steps: int) -> Slots:
+        counted = torch.zeros(steps, len(loss_mask), dtype=torch.bool)
+        for k, of_step in enumerate(counted_slots(loss_mask, document, steps)):
+            counted[k, 1 + k :] = of_step[: max(0, len(loss_mask) - 1 - k)]
+        used = torch.nn.functional.pad(counted.any(0), (0, steps))
+        return cls(counted, used.nonzero().flatten(), (~used).nonzero().flatten())
+
+    def of_one_shape(self) -> Slots:
+        """The same with every position among those that count for something."""
+        steps, slots = self.counted.shape
+        return Slots(self.counted, torch.arange(slots), torch.arange(slots, slots + steps))
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Slots:
+        return Slots(move(self.counted), move(self.positions), move(self.others))
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the target says about them."""
+
+    slots: Slots
     trained: torch.Tensor  # [K, S] bool, what the loss is taken over
     sayable: torch.Tensor | None  # [S] bool, the target's top-1 is in the draft vocabulary; None where not asked
     mass: torch.Tensor | None  # [S], the draft vocabulary's share of the target's probability; likewise
@@ -51,44 +74,35 @@ class Targets:
         return self.trained.sum(1)
 
 
-def counted_positions(loss_mask: torch.Tensor, document: torch.Tensor, steps: int) -> torch.Tensor:
-    """`counted_slots` by the position that teaches: [S] twice → [K, S] bool."""
-    by_position = torch.zeros(steps, len(loss_mask), dtype=torch.bool)
-    for k, counted in enumerate(counted_slots(loss_mask, document, steps)):
-        by_position[k, 1 + k :] = counted[: max(0, len(counted) - 1 - k)]
-    return by_position
-
-
 def head_of_draft_vocabulary(head: TargetHead, draft: Draft) -> TargetHead:
-    """The head with only the rows that the draft can say, gathered once."""
+    """The head with only the rows that the draft can say."""
     ids = draft.draft_ids
     if ids is None:
         return head
-    bias = None if head.lm_head_bias is None else head.lm_head_bias[ids]
-    return TargetHead(head.embedding, head.norm, head.lm_head[ids], head.logit_scale, head.softcap, bias)
+    bias = None if head.lm_head_bias is None else head.lm_head_bias.index_select(0, ids)
+    rows = head.lm_head.index_select(0, ids)
+    return TargetHead(head.embedding, head.norm, rows, head.logit_scale, head.softcap, bias)
 
 
 @torch.no_grad()
 def find_targets(
-    draft: Draft, head: TargetHead, last: torch.Tensor, counted: torch.Tensor, *, top1: bool, mass: bool, mask: bool
+    draft: Draft, head: TargetHead, last: torch.Tensor, slots: Slots, *, top1: bool, mass: bool, mask: bool
 ) -> Targets:
     """Choose the slots to train on.
 
     Args:
-        last: [S, Ht] on the device, in the head's dtype.
-        counted: [K, S] bool, of `counted_positions`, on the host: which positions matter is known without a wait.
+        last: [S, Ht]
+        slots: on the same device.
         top1: find out whether the draft can say the target's top-1.
         mass: find out the mass that the target gives to the draft vocabulary.
         mask: train only where it can; needs `top1`.
     """
-    used = torch.nn.functional.pad(counted.any(0), (0, len(counted)))
-    positions, others = (rows.nonzero().flatten().to(last.device, non_blocking=True) for rows in (used, ~used))
-    counted = counted.to(last.device, non_blocking=True)
     sayable = share = None
+    last = last.to(head.lm_head.dtype)
     if top1 or mass:
-        sayable, share = _ask_whole_vocabulary(draft, head, last, positions, mass)
-    trained = counted & sayable if mask and sayable is not None else counted
-    return Targets(positions, others, counted, trained, sayable, share)
+        sayable, share = _ask_whole_vocabulary(draft, head, last, slots.positions, mass)
+    trained = slots.counted & sayable if mask and sayable is not None else slots.counted
+    return Targets(slots, trained, sayable, share)
 
 
 def _ask_whole_vocabulary(
@@ -121,30 +135,38 @@ class LossInputs:
 
 
 def fast_unrolled_loss(
-    draft: Draft, draft_head: TargetHead, batch: Batch, last: torch.Tensor, spans: Spans, targets: Targets,
-    step_weights: torch.Tensor, kind: LossKind,
-) -> tuple[torch.Tensor, list[StepResult]]:  # fmt: skip
+    draft: Draft,
+    head: TargetHead,
+    batch: Batch,
+    documents: Documents,
+    targets: Targets,
+    step_weights: torch.Tensor,
+    kind: LossKind,
+) -> tuple[torch.Tensor, list[StepResult]]:
     """Σ_k step_weights[k] · (loss sum of step k), and the sums themselves, without gradients.
 
     Args:
-        draft_head: of `head_of_draft_vocabulary`.
         batch: on the device, its states in the dtype to compute in.
-        last: [S, Ht], the batch's in the head's dtype.
-        spans: of the batch's documents.
         step_weights: [K], decay^k over the count of the whole global batch.
     """
-    steps = len(targets.counted)
-    documents = Documents.of(spans, batch.aux.device)
+    counted, steps = targets.slots.counted, len(targets.slots.counted)
     states = fast_unroll(UnrollInputs(draft, batch.input_ids, batch.aux, batch.position, documents, steps))
-    inputs = LossInputs(targets, draft_head, last, step_weights, kind, CHUNK_ROWS[batch.aux.device.type])
+    inputs = LossInputs(
+        targets=targets,
+        head=head_of_draft_vocabulary(head, draft),
+        last=batch.last.to(head.lm_head.dtype),
+        weights=step_weights,
+        kind=kind,
+        chunk_rows=CHUNK_ROWS[batch.aux.device.type],
+    )
     loss, sums, right = ChunkedLoss.apply(states, draft.lm_head.weight, inputs)
-    correct = right & targets.counted if targets.sayable is None else right & targets.counted & targets.sayable
-    counted, counts = targets.counted.sum(1), targets.counts
+    correct = right & counted if targets.sayable is None else right & counted & targets.sayable
+    counted_sums, counts = counted.sum(1), targets.counts
     accepted = torch.ones_like(correct[0])
     results = []
     for k in range(steps):
         accepted = accepted & shift(correct[k], 1 + k)  # from positions to slots
-        results.append(StepResult(sums[k], counts[k], correct[k].sum(), accepted.sum(), counted[k]))
+        results.append(StepResult(sums[k], counts[k], correct[k].sum(), accepted.sum(), counted_sums[k]))
     return loss, results
 
 
@@ -164,9 +186,9 @@ class ChunkedLoss(torch.autograd.Function):
         states, weight = states.detach(), lm_head.detach().to(states.dtype)
         row_weights = targets.trained * inputs.weights[:, None]  # [K, S]
         sums = torch.zeros(steps, dtype=wide(states).dtype, device=states.device)
-        right = torch.zeros_like(targets.counted)
+        right = torch.zeros_like(targets.trained)
         dweight = None
-        for at in targets.positions.split(max(1, inputs.chunk_rows // (steps + 1))):
+        for at in targets.slots.positions.split(max(1, inputs.chunk_rows // (steps + 1))):
             teacher = inputs.head.logits(inputs.last[at])  # [c, Vd]
             hidden = gather_rows(states, at)  # [K·c, H]
             logits = (hidden @ weight.t()).unflatten(0, (steps, -1))
@@ -180,7 +202,7 @@ class ChunkedLoss(torch.autograd.Function):
                 dweight = add_product(dweight, gradient, hidden)
                 scatter_rows(gradient @ weight, states, at)
         if learn:
-            states.index_fill_(1, targets.others, 0)
+            states.index_fill_(1, targets.slots.others, 0)
             ctx.dweight = torch.zeros_like(lm_head) if dweight is None else dweight.to(lm_head.dtype)
             ctx.dstates = states
         ctx.mark_non_differentiable(sums, right)
@@ -189,7 +211,9 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
-        dstates, dweight = (x.mul_(dloss.to(x.dtype)) for x in (ctx.dstates, ctx.dweight))
+        dstates, dweight = ctx.dstates, ctx.dweight
+        for gradient in (dstates, dweight):
+            torch._foreach_mul_([gradient], dloss.to(gradient.dtype))  # vectorised, which mul_ by a tensor is not
         del ctx.dstates, ctx.dweight
         return dstates, dweight, None
 

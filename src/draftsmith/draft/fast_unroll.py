@@ -125,8 +125,9 @@ class _Run:
         self.inputs, self.config, self.weights = inputs, config, weights
         self.eps, self.head_dim, self.kv_heads = config.rms_norm_eps, config.head_dim, config.num_key_value_heads
         self.steps, self.slots = inputs.steps, len(inputs.input_ids)
-        self.w_hidden = self._qkv_weight(slice(config.hidden_size, None), dtype)  # [heads·d + 2·kv_heads·d, H]
-        self.w_gate_up = torch.cat([weights.gate.to(dtype), weights.up.to(dtype)])
+        w_qkv = _stacked([weights.query, weights.key, weights.value], dtype)  # [heads·d + 2·kv_heads·d, 2H]
+        self.w_embed, self.w_hidden = w_qkv.chunk(2, dim=1)
+        self.w_gate_up = _stacked([weights.gate, weights.up], dtype)
         self.w_attended, self.w_down = weights.attended.to(dtype), weights.down.to(dtype)
         positions = torch.arange(inputs.documents.longest + inputs.steps, device=inputs.aux.device)
         tables = inputs.draft.rotation(positions, wide(inputs.aux).dtype)
@@ -135,8 +136,7 @@ class _Run:
     def forward(self, keep: bool) -> torch.Tensor:
         weights, eps, steps, slots = self.weights, self.eps, self.steps, self.slots
         dtype, size = self.inputs.aux.dtype, self.config.hidden_size
-        w_embed = self._qkv_weight(slice(size), dtype)
-        embedded = rms_norm(self._embeds(), weights.embed_norm, eps) @ w_embed.t()  # [S+K, …]
+        embedded = rms_norm(self._embeds(), weights.embed_norm, eps) @ self.w_embed.t()  # [S+K, …]
         self.first = hidden = self._fuse() @ weights.fc.to(dtype).t()
         kept, empty = steps if keep else 1, hidden.new_empty
         self.qkv = empty(steps, slots, len(self.w_hidden))
@@ -226,8 +226,7 @@ class _Run:
         """The gradients in the shapes of the weights, those of the frozen inputs' projections among them."""
         weights, total = self.weights, grads.total
         embeds = rms_norm(self._embeds(), None, self.eps)
-        w_embed = self._qkv_weight(slice(self.config.hidden_size), weights.query.dtype)
-        dw_embed, dembed_norm = _behind_norm(self.dembedded, embeds, w_embed, weights.embed_norm)
+        dw_embed, dembed_norm = _behind_norm(self.dembedded, embeds, self.w_embed, weights.embed_norm)
         dqkv = torch.cat([dw_embed, total["w_hidden"]], dim=1)
         dquery, dkey, dvalue = dqkv.split([len(weights.query), len(weights.key), len(weights.value)])
         dgate, dup = total["gate_up"].chunk(2)
@@ -249,10 +248,6 @@ class _Run:
         return Weights._make(
             None if g is None or w is None else g.to(w.dtype) for g, w in zip(gradients, weights, strict=True)
         )
-
-    def _qkv_weight(self, columns: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Those columns of query, key and value as one matrix: the embedding's come first, then the hidden state's."""
-        return torch.cat([w[:, columns].to(dtype) for w in (self.weights.query, self.weights.key, self.weights.value)])
 
     def _fuse(self, weighted: bool = True) -> torch.Tensor:
         """What `fc` reads: [S, A·Ht], before the norm's weight if not `weighted`."""
@@ -297,6 +292,14 @@ class _Gradients:
 
     def add_product(self, name: str, doutput: torch.Tensor, inputs: torch.Tensor) -> None:
         self.total[name] = add_product(self.total.get(name), doutput, inputs)
+
+
+def _stacked(weights: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Weights of equal width one above the other, in `dtype`."""
+    stacked = torch.empty(sum(len(w) for w in weights), weights[0].shape[1], dtype=dtype, device=weights[0].device)
+    for part, weight in zip(stacked.split([len(w) for w in weights]), weights, strict=True):
+        part.copy_(weight)
+    return stacked
 
 
 def _behind_norm(

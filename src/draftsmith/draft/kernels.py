@@ -223,7 +223,7 @@ def attend(query, keys, values, blocks, out, lse):
     _attend[(len(blocks), heads)](
         query, keys, values, blocks, out, lse, slots, len(keys), dim**-0.5, query.stride(0), keys.stride(0),
         keys.stride(1), heads, heads // kv_heads, D=dim, D_P=triton.next_power_of_2(dim), BLOCK=BLOCK_SLOTS,
-        COLUMNS=64, num_warps=8, num_stages=3,
+        COLUMNS=64, num_warps=4, num_stages=3,
     )  # fmt: skip
 
 
@@ -239,13 +239,12 @@ def attend_backward(dout, query, keys, values, out, lse, blocks, dkeys, dvalues)
         GROUP=group, GROUP_P=triton.next_power_of_2(group), D=dim, D_P=wide_dim, num_warps=1,
     )  # fmt: skip
     shape = slots, dim**-0.5, query.stride(0), keys.stride(1), heads, group
+    tiles = {"D": dim, "D_P": wide_dim, "BLOCK": BLOCK_SLOTS, "COLUMNS": 32, "num_warps": 4, "num_stages": 3}
     _query_backward[(len(blocks), heads)](
-        dout, query, keys, values, blocks, lse, mean, dquery, *shape, D=dim, D_P=wide_dim, BLOCK=BLOCK_SLOTS,
-        COLUMNS=64, num_warps=8, num_stages=2,
+        dout, query, keys, values, blocks, lse, mean, dquery, *shape, **tiles
     )  # fmt: skip
     _key_backward[(len(blocks), kv_heads)](
-        dout, query, keys, values, blocks, lse, mean, dkeys, dvalues, dkeys.stride(1), *shape, D=dim, D_P=wide_dim,
-        BLOCK=BLOCK_SLOTS, COLUMNS=64, num_warps=8, num_stages=2,
+        dout, query, keys, values, blocks, lse, mean, dkeys, dvalues, dkeys.stride(1), *shape, **tiles
     )  # fmt: skip
     return dquery
 
@@ -253,11 +252,10 @@ def attend_backward(dout, query, keys, values, out, lse, blocks, dkeys, dvalues)
 @triton.jit
 def _tile(base, rows, slot_stride, dim, last, D: tl.constexpr):
     """Rows of one head as [rows, D]; zeros from row `last` on."""
-    return tl.load(
-        base + rows.to(tl.int64)[:, None] * slot_stride + dim[None, :],
-        (rows < last)[:, None] & (dim < D)[None, :],
-        0.0,
-    )
+    at = rows.to(tl.int64)[:, None] * slot_stride + dim[None, :]
+    if dim.shape[0] == D:
+        return tl.load(base + at, (rows < last)[:, None], 0.0)
+    return tl.load(base + at, (rows < last)[:, None] & (dim < D)[None, :], 0.0)
 
 
 @triton.jit(do_not_specialize=["slots", "steps"])
@@ -277,17 +275,21 @@ def _attend(
     most = tl.full([BLOCK], -float("inf"), tl.float32)  # of scores in base 2
     total, merged = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, D_P], tl.float32)
     to_base_2 = scale * _LOG2_E
-    for column in range(first, tl.minimum(start + BLOCK, last), COLUMNS):
-        columns = column + tl.arange(0, COLUMNS)
-        score = tl.dot(q, tl.trans(_tile(keys, columns, kv_slot, dim, last, D))) * to_base_2
-        score = tl.where(columns[None, :] <= rows[:, None], score, -float("inf"))
-        higher = tl.maximum(most, tl.max(score, 1))
-        share, fade = tl.exp2(score - higher[:, None]), tl.exp2(most - higher)
-        total = total * fade + tl.sum(share, 1)
-        merged = merged * fade[:, None]
-        value = _tile(values, columns, kv_slot, dim, last, D)
-        merged = tl.dot(share.to(value.dtype), value, merged)
-        most = higher
+    for own in tl.static_range(2):  # the document's slots before the block, then the block's own
+        begin = start if own else first
+        end = tl.minimum(start + BLOCK, last) if own else start
+        for column in range(begin, end, COLUMNS):
+            columns = column + tl.arange(0, COLUMNS)
+            score = tl.dot(q, tl.trans(_tile(keys, columns, kv_slot, dim, last, D))) * to_base_2
+            if own:
+                score = tl.where(columns[None, :] <= rows[:, None], score, -float("inf"))
+            higher = tl.maximum(most, tl.max(score, 1))
+            share, fade = tl.exp2(score - higher[:, None]), tl.exp2(most - higher)
+            total = total * fade + tl.sum(share, 1)
+            merged = merged * fade[:, None]
+            value = _tile(values, columns, kv_slot, dim, last, D)
+            merged = tl.dot(share.to(value.dtype), value, merged)
+            most = higher
     for _ in range(1, steps):
         keys += kv_step
         values += kv_step
@@ -360,14 +362,18 @@ def _query_backward(
     total = tl.load(lse + lse_at, rows < last, 0.0) * _LOG2_E
     mean = tl.load(means + lse_at, rows < last, 0.0)
     dq = tl.zeros([BLOCK, D_P], tl.float32)
-    for column in range(first, tl.minimum(start + BLOCK, last), COLUMNS):
-        columns = column + tl.arange(0, COLUMNS)
-        key = _tile(keys, columns, kv_slot, dim, last, D)
-        weight = tl.exp2(tl.dot(q, tl.trans(key)) * (scale * _LOG2_E) - total[:, None])
-        weight = tl.where(columns[None, :] <= rows[:, None], weight, 0.0)
-        dweight = tl.dot(do, tl.trans(_tile(values, columns, kv_slot, dim, last, D)))
-        dscore = weight * (dweight - mean[:, None])
-        dq = tl.dot(dscore.to(key.dtype), key, dq)
+    for own in tl.static_range(2):
+        begin = start if own else first
+        end = tl.minimum(start + BLOCK, last) if own else start
+        for column in range(begin, end, COLUMNS):
+            columns = column + tl.arange(0, COLUMNS)
+            key = _tile(keys, columns, kv_slot, dim, last, D)
+            weight = tl.exp2(tl.dot(q, tl.trans(key)) * (scale * _LOG2_E) - total[:, None])
+            if own:
+                weight = tl.where(columns[None, :] <= rows[:, None], weight, 0.0)
+            dweight = tl.dot(do, tl.trans(_tile(values, columns, kv_slot, dim, last, D)))
+            dscore = weight * (dweight - mean[:, None])
+            dq = tl.dot(dscore.to(key.dtype), key, dq)
     at = (rows.to(tl.int64)[:, None] * heads + head) * D + dim[None, :]
     on = (rows < last)[:, None] & (dim < D)[None, :]
     tl.store(dquery + at, tl.load(dquery + at, on, 0.0).to(tl.float32) + dq * scale, on)
@@ -388,18 +394,22 @@ def _key_backward(
     value = _tile(values + kv_head * D, rows, kv_slot, dim, last, D)
     dkey, dvalue = tl.zeros([BLOCK, D_P], tl.float32), tl.zeros([BLOCK, D_P], tl.float32)
     for head in range(kv_head * group, kv_head * group + group):
-        for column in range(start, last, COLUMNS):
-            columns = column + tl.arange(0, COLUMNS)  # the slots that see these keys
-            at = columns + slots.to(tl.int64) * head
-            total = tl.load(lse + at, columns < last, float("inf")) * _LOG2_E
-            mean = tl.load(means + at, columns < last, 0.0)
-            q = _tile(query + head * D, columns, q_slot, dim, last, D)
-            do = _tile(dout + head * D, columns, heads * D, dim, last, D)
-            weight = tl.exp2(tl.dot(key, tl.trans(q)) * (scale * _LOG2_E) - total[None, :])
-            weight = tl.where(columns[None, :] >= rows[:, None], weight, 0.0)
-            dvalue = tl.dot(weight.to(do.dtype), do, dvalue)
-            dscore = weight * (tl.dot(value, tl.trans(do)) - mean[None, :])
-            dkey = tl.dot(dscore.to(q.dtype), q, dkey)
+        for own in tl.static_range(2):  # slots of the document after the block, then the block's own: who sees its keys
+            begin = start if own else start + BLOCK
+            end = tl.minimum(start + BLOCK, last) if own else last
+            for column in range(begin, end, COLUMNS):
+                columns = column + tl.arange(0, COLUMNS)
+                at = columns + slots.to(tl.int64) * head
+                total = tl.load(lse + at, columns < last, float("inf")) * _LOG2_E
+                mean = tl.load(means + at, columns < last, 0.0)
+                q = _tile(query + head * D, columns, q_slot, dim, last, D)
+                do = _tile(dout + head * D, columns, heads * D, dim, last, D)
+                weight = tl.exp2(tl.dot(key, tl.trans(q)) * (scale * _LOG2_E) - total[None, :])
+                if own:
+                    weight = tl.where(columns[None, :] >= rows[:, None], weight, 0.0)
+                dvalue = tl.dot(weight.to(do.dtype), do, dvalue)
+                dscore = weight * (tl.dot(value, tl.trans(do)) - mean[None, :])
+                dkey = tl.dot(dscore.to(q.dtype), q, dkey)
     at = rows.to(tl.int64)[:, None] * dkv_slot + kv_head * D + dim[None, :]
     on = (rows < last)[:, None] & (dim < D)[None, :]
     tl.store(dkeys + at, tl.load(dkeys + at, on, 0.0).to(tl.float32) + dkey * scale, on)

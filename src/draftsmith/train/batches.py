@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+from torch.nn.functional import pad
 
 from draftsmith.extract.store import Store
 from draftsmith.records import Batch, Features
@@ -46,6 +47,22 @@ def flat_batch(samples: Sequence[Features]) -> Batch:
         position=torch.cat([torch.arange(int(length)) for length in lengths]),
         aux=torch.cat([sample.aux for sample in samples]),
         last=torch.cat([sample.last for sample in samples]),
+    )
+
+
+def padded(batch: Batch, tokens: int) -> Batch:
+    """The batch with one more document, of which nothing counts, so that it has so many tokens."""
+    more = tokens - len(batch.input_ids)
+    if not more:
+        return batch
+    return Batch(
+        sample_ids=batch.sample_ids,
+        input_ids=pad(batch.input_ids, (0, more)),
+        loss_mask=pad(batch.loss_mask, (0, more)),
+        document=pad(batch.document, (0, more), value=int(batch.document[-1]) + 1),
+        position=torch.cat([batch.position, torch.arange(more, device=batch.position.device)]),
+        aux=pad(batch.aux, (0, 0, 0, 0, 0, more)),
+        last=pad(batch.last, (0, 0, 0, more)),
     )
 
 

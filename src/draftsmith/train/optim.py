@@ -29,7 +29,18 @@ def make_optimizer(draft: nn.Module, settings: recipe.Train) -> torch.optim.Adam
         {"params": [p for _, p in named if p.ndim > 1], "weight_decay": settings.weight_decay},
         {"params": [p for _, p in named if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
+    on_gpu = named[0][1].is_cuda
+    rate = torch.tensor(settings.learning_rate, device=named[0][1].device) if on_gpu else settings.learning_rate
+    return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, fused=True, capturable=on_gpu)
+
+
+def set_rate(optimizer: torch.optim.AdamW, rate: float) -> None:
+    """Set the learning rate; on a GPU in the memory where a captured step reads it."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def clipped_step(optimizer: torch.optim.AdamW, max_grad_norm: float, apply: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """One optimizer step: a batch's loss, its gradients, and what changes in the draft.
 
-Nothing here waits for the device until figures are read, so that the host can be a step ahead of it.
+Nothing here waits for the device until figures are read, so that the host can be a step ahead of it. What the host
+knows of a batch is worked out beforehand, by whoever reads it (`Learner.prepare`).
 """
 
 from __future__ import annotations
@@ -11,31 +12,42 @@ from dataclasses import dataclass
 import torch
 
 from draftsmith import recipe
-from draftsmith.draft.attention import Spans
-from draftsmith.draft.fast_loss import counted_positions, fast_unrolled_loss, find_targets, head_of_draft_vocabulary
+from draftsmith.draft.fast_attention import Documents
+from draftsmith.draft.fast_loss import Slots, fast_unrolled_loss, find_targets
 from draftsmith.draft.loss import StepResult, spans_of, teacher_of, total_loss, unrolled_loss
 from draftsmith.draft.model import Draft
 from draftsmith.errors import CheckFailed
 from draftsmith.records import Batch
 from draftsmith.target import TargetHead
-from draftsmith.train.optim import clipped_step, make_optimizer
+from draftsmith.train.batches import padded
+from draftsmith.train.graph import StepGraph
+from draftsmith.train.optim import clipped_step, make_optimizer, set_rate
+
+# Matrix work of a step below which a graph pays: launching a step's kernels takes the host some 30 ms.
+GRAPH_FLOPS = 2e13
+GRAPH_TOKENS_PER_BLOCK = 16  # a batch of shorter documents has no graph
 
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A batch on its way to the device, and what the host knows of it."""
+    """A batch on its way to the device, with what the fast path needs to know of it."""
 
-    batch: Batch  # on the device
-    counted: torch.Tensor  # [K, S] bool on the host, of `counted_positions`
-    spans: Spans
-    arrived: torch.cuda.Event | None  # of the stream that copies
+    batch: Batch
+    slots: Slots
+    documents: Documents
+    arrived: torch.cuda.Event | None  # of the stream that copies; None where nothing is copied
+    graphed: bool  # of the one shape that graphs are captured for
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        slots = self.slots
+        return *self.batch.tensors(), slots.counted, slots.positions, slots.others, self.documents.blocks
 
 
 @dataclass(frozen=True)
 class Launched:
     """An optimizer step that the device may still be working on."""
 
-    numbers: torch.Tensor  # on the host once `finished`: loss, gradient norm, then four sums of each unroll step
+    numbers: torch.Tensor  # on the host once `finished`: loss, gradient norm, then three sums of each unroll step
     finished: torch.cuda.Event | None
     sample_ids: tuple[str, ...]
 
@@ -72,22 +84,37 @@ class Learner:
         self.bf16 = self.settings.autocast == "bfloat16" or (
             self.settings.autocast == "auto" and self.device.type == "cuda"
         )
-        # The fused attention of CUDA knows no wider type than bfloat16.
+        # The attention kernels of CUDA are for bfloat16: matrix units would round float32.
         self.fast = self.settings.kernels == "auto" and (self.bf16 or self.device.type == "cpu")
-        self.draft_head = head_of_draft_vocabulary(self.head, self.draft)
         self.draft.embed_tokens.weight.data = self.head.embedding.data  # frozen in both: kept once
         self.copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        weights = sum(p.numel() for p in self.draft.parameters() if p.requires_grad)
+        flops = 6 * weights * self.settings.batch_tokens * self.settings.unroll_steps
+        self.use_graphs = self.fast and self.copies is not None and flops < GRAPH_FLOPS
+        self.graphs: dict[bool, StepGraph | None] = {}  # by `exact`; None once such a step ran without
 
     def prepare(self, batch: Batch) -> PreparedBatch:
         """Send a batch to the device, beside what it computes. May run in another thread than `step`."""
-        counted = counted_positions(batch.loss_mask.cpu(), batch.document.cpu(), self.settings.unroll_steps)
-        spans = spans_of(batch.document.cpu())
+        tokens = self.settings.batch_tokens
+        graphed = self.use_graphs and len(batch.input_ids) <= tokens
+        if graphed:
+            batch = padded(batch, tokens)
+        document = batch.document.cpu()
+        documents = Documents.of(spans_of(document))
+        slots = Slots.of(batch.loss_mask.cpu(), document, self.settings.unroll_steps)
+        graphed = graphed and len(documents.blocks) <= tokens // GRAPH_TOKENS_PER_BLOCK
+        if graphed:
+            documents, slots = documents.of_one_shape(tokens // GRAPH_TOKENS_PER_BLOCK), slots.of_one_shape()
         dtype = torch.bfloat16 if self.bf16 else self.draft.fc.weight.dtype
         if self.copies is None:
-            return PreparedBatch(batch.to(self.device, dtype), counted, spans, None)
+            return PreparedBatch(batch.to(self.device, dtype), slots, documents, None, graphed)
         with torch.cuda.stream(self.copies):
-            on_device = batch.pinned().to(self.device, dtype)
-            return PreparedBatch(on_device, counted, spans, self.copies.record_event())
+            here = batch.moved(self._copy).to(self.device, dtype)
+            slots, documents = slots.moved(self._copy), documents.moved(self._copy)
+            return PreparedBatch(here, slots, documents, self.copies.record_event(), graphed)
+
+    def _copy(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.is_cuda else x.pin_memory().to(self.device, non_blocking=True)
 
     def loss(self, prepared: PreparedBatch, *, exact: bool = True) -> tuple[torch.Tensor, list[StepResult]]:
         """Loss and acceptance of every unroll step on one batch.
@@ -95,16 +122,11 @@ class Learner:
         Without `exact`, and where nothing else needs the target's whole vocabulary, a slot counts as right if the
         draft agrees with the target on the draft's own vocabulary: a little more than serving accepts.
         """
+        self._wait_for(prepared)
         settings, batch = self.settings, prepared.batch
-        if prepared.arrived is not None:
-            computing = torch.cuda.current_stream()
-            computing.wait_event(prepared.arrived)
-            for tensor in batch.tensors():
-                tensor.record_stream(computing)
-        last = batch.last.to(self.head.lm_head.dtype)
         if not self.fast:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-                teacher = teacher_of(self.draft, self.head, last)
+                teacher = teacher_of(self.draft, self.head, batch.last.to(self.head.lm_head.dtype))
                 results = unrolled_loss(
                     self.draft, batch, teacher, settings.unroll_steps, settings.mask_out_of_vocab, settings.loss
                 )
@@ -112,8 +134,8 @@ class Learner:
         targets = find_targets(
             self.draft,
             self.head,
-            last,
-            prepared.counted,
+            batch.last,
+            prepared.slots,
             top1=exact or settings.mask_out_of_vocab,
             mass=settings.loss in ("lk", "lk_hybrid"),
             mask=settings.mask_out_of_vocab,
@@ -121,7 +143,7 @@ class Learner:
         decay = settings.step_decay ** torch.arange(settings.unroll_steps, device=self.device)
         step_weights = decay / targets.counts.clamp_min(1)
         return fast_unrolled_loss(
-            self.draft, self.draft_head, batch, last, prepared.spans, targets, step_weights, settings.loss
+            self.draft, self.head, batch, prepared.documents, targets, step_weights, settings.loss
         )
 
     def step(self, prepared: PreparedBatch, rate: float, *, exact: bool = True) -> Launched:
@@ -129,8 +151,27 @@ class Learner:
 
         A batch without a slot that counts changes nothing, nor does one whose loss or gradient is not finite.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        self._wait_for(prepared)
+        set_rate(self.optimizer, rate)
+        exact = exact or self.settings.mask_out_of_vocab
+        if not prepared.graphed:
+            numbers = self._learn(prepared, exact)
+        elif exact not in self.graphs:
+            self.graphs[exact] = None
+            numbers = self._learn(prepared, exact)
+        else:
+            graph = self.graphs[exact] or StepGraph(prepared.tensors(), lambda: self._learn(prepared, exact))
+            self.graphs[exact] = graph
+            numbers = graph.replay(prepared.tensors())
+        ids = prepared.batch.sample_ids
+        if self.copies is None:
+            return Launched(numbers, None, ids)
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        return Launched(host, torch.cuda.current_stream().record_event(), ids)
+
+    def _learn(self, prepared: PreparedBatch, exact: bool) -> torch.Tensor:
+        """All that the device does of a step, and its numbers for `Launched`."""
         self.optimizer.zero_grad(set_to_none=True)
         loss, results = self.loss(prepared, exact=exact)
         loss.backward()
@@ -139,16 +180,16 @@ class Learner:
         numbers = [loss, norm]
         for result in results:
             numbers += [torch.as_tensor(x) for x in (result.correct, result.accepted, result.counted)]
-        return self._send(torch.stack([x.detach().to(loss.device, torch.float64) for x in numbers]), prepared)
+        return torch.stack([x.detach().to(loss.device, torch.float64) for x in numbers])
 
-    def _send(self, numbers: torch.Tensor, prepared: PreparedBatch) -> Launched:
-        """Start copying the step's numbers to the host."""
-        ids = prepared.batch.sample_ids
-        if self.copies is None:
-            return Launched(numbers, None, ids)
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        host.copy_(numbers, non_blocking=True)
-        return Launched(host, torch.cuda.current_stream().record_event(), ids)
+    def _wait_for(self, prepared: PreparedBatch) -> None:
+        """Let the device compute no sooner than the batch is there, and keep the batch until it has."""
+        if prepared.arrived is None or torch.cuda.is_current_stream_capturing():
+            return
+        computing = torch.cuda.current_stream()
+        computing.wait_event(prepared.arrived)
+        for tensor in prepared.tensors():
+            tensor.record_stream(computing)
 
 
 def acceptance_figures(steps: list[tuple[float, float, float]]) -> dict[str, float]:
