@@ -16,13 +16,13 @@ from draftsmith.draft.files import save_draft
 from draftsmith.draft.loss import teacher_of, total_loss, unrolled_loss
 from draftsmith.draft.model import Draft
 from draftsmith.evaluate.speculate import GreedyTarget, greedy_decode
-from draftsmith.extract.manifest import Manifest, identity
-from draftsmith.extract.store import StoreWriter
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Draft as DraftSettings
 from draftsmith.recipe import Recipe, parse
 from draftsmith.records import Batch, Features, Sample, TargetFacts
 from draftsmith.rundir import RunPaths, write_json
+from draftsmith.store.manifest import Manifest, identity
+from draftsmith.store.shards import StoreWriter
 from draftsmith.target import TargetHead, decoder_layers, load_head
 
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS, STEPS = 4, 9, 40, 3

@@ -14,15 +14,15 @@ from draftsmith.corpus import write_corpus
 from draftsmith.errors import Interrupted, RequestError, StoreError
 from draftsmith.extract import run
 from draftsmith.extract.from_transformers import Reference
-from draftsmith.extract.manifest import identity
-from draftsmith.extract.store import Store
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Recipe, Target, parse
 from draftsmith.records import Sample
 from draftsmith.rundir import RunPaths, read_events, write_json
 from draftsmith.signals import graceful_stop
+from draftsmith.store.manifest import identity
+from draftsmith.store.shards import Store
 from draftsmith.target import load_target
-from tests.extract.random_store import assert_same, largest_error
+from tests.store.random_store import assert_same, largest_error
 
 LENGTHS = (12, 400, 3, 250, 500, 310, 77, 180, 330, 500, 290, 450, 410, 5, 390, 480, 500, 440, 370, 350, 260)
 

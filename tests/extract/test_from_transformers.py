@@ -19,7 +19,7 @@ from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Target
 from draftsmith.records import Sample, TargetFacts
 from draftsmith.target import load_head, load_target
-from tests.extract.random_store import largest_error
+from tests.store.random_store import largest_error
 
 Tiny = tuple[TargetFacts, Any, Reference]
 CPU = torch.device("cpu")

@@ -17,13 +17,13 @@ from draftsmith.extract import run
 from draftsmith.extract.engine_errors import explain_death
 from draftsmith.extract.from_vllm import capture, spool_folder
 from draftsmith.extract.quarantine import read_quarantine
-from draftsmith.extract.store import Store
 from draftsmith.extract.vllm_worker.client import EngineDied, EngineProcess
 from draftsmith.extract.vllm_worker.spool import take_sequence
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Recipe
 from draftsmith.records import Sample
 from draftsmith.rundir import RunPaths, write_json
+from draftsmith.store.shards import Store
 from tests.extract import scale
 from tests.extract.vllm_faults import DROPPED, HAPPENED
 from tests.extract.vllm_runs import (

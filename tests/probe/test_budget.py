@@ -17,8 +17,6 @@ from draftsmith.corpus import write_corpus
 from draftsmith.draft.config import DraftConfig
 from draftsmith.draft.loss import teacher_of, total_loss, unrolled_loss
 from draftsmith.draft.model import Draft
-from draftsmith.extract.codec import CODECS
-from draftsmith.extract.store import predict_bytes
 from draftsmith.probe.budget import (
     STATE_BYTES,
     Devices,
@@ -43,9 +41,11 @@ from draftsmith.probe.machine import inspect_machine
 from draftsmith.recipe import Probe, Recipe, Train
 from draftsmith.records import Batch, Sample, TargetFacts
 from draftsmith.rundir import RunPaths
+from draftsmith.store.codec import CODECS
+from draftsmith.store.shards import predict_bytes
 from draftsmith.target import FinalNorm, TargetHead
-from tests.extract.random_store import AUX_LAYERS, HIDDEN_SIZE, features, write_store
 from tests.probe.folders import CONFIG, CONFIGS
+from tests.store.random_store import AUX_LAYERS, HIDDEN_SIZE, features, write_store
 
 GIB = 2**30
 H200 = {"name": "NVIDIA H200", "memory_bytes": 143_771 * 2**20}

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 from draftsmith import recipe
 from draftsmith.draft.config import draft_config
 from draftsmith.draft.model import Draft
-from draftsmith.extract.manifest import Manifest, identity
-from draftsmith.extract.store import Store, StoreWriter
 from draftsmith.probe.facts import read_facts
 from draftsmith.records import Features
+from draftsmith.store.manifest import Manifest, identity
+from draftsmith.store.shards import Store, StoreWriter
 from draftsmith.target import load_head
 from draftsmith.train.loop import Trainer
 

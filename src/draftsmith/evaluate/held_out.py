@@ -18,11 +18,11 @@ from draftsmith.evaluate.journal import work_through
 from draftsmith.evaluate.lossless import deviations
 from draftsmith.evaluate.offline import replay, target_top1
 from draftsmith.evaluate.speculate import GreedyTarget, speculative_decode
-from draftsmith.extract.manifest import identity
-from draftsmith.extract.store import Store
 from draftsmith.recipe import Recipe
 from draftsmith.records import Features, TargetFacts
 from draftsmith.rundir import RunPaths
+from draftsmith.store.manifest import identity
+from draftsmith.store.shards import Store
 from draftsmith.target import (
     TargetHead,
     decoder_layers,

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from draftsmith.extract.from_transformers import Reference
-    from draftsmith.extract.manifest import Manifest
-    from draftsmith.extract.store import StoreWriter
+    from draftsmith.store.manifest import Manifest
+    from draftsmith.store.shards import StoreWriter
 
 _GIB, _MIB = 1 << 30, 1 << 20
 
@@ -35,7 +35,7 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     """
     from draftsmith.corpus import corpus_lengths
     from draftsmith.extract.quarantine import refuse_many_set_aside
-    from draftsmith.extract.store import StoreWriter
+    from draftsmith.store.shards import StoreWriter
     from draftsmith.target import read_facts_of_run
 
     facts = read_facts_of_run(paths)
@@ -57,7 +57,7 @@ def _manifest(recipe: Recipe, paths: RunPaths, facts: TargetFacts) -> Manifest:
 
     from draftsmith.corpus import corpus_metadata
     from draftsmith.extract.engine_settings import engine_version
-    from draftsmith.extract.manifest import Manifest, identity
+    from draftsmith.store.manifest import Manifest, identity
     from draftsmith.target import pick_device, pick_dtype
 
     engine = recipe.extract.engine
@@ -90,7 +90,7 @@ def _refuse_another_corpus(paths: RunPaths, committed: dict[str, int], lengths: 
 
 
 def _refuse_small_disk(paths: RunPaths, manifest: Manifest, missing: dict[str, int]) -> None:
-    from draftsmith.extract.store import predict_bytes
+    from draftsmith.store.shards import predict_bytes
 
     needed = predict_bytes(
         missing.values(),
@@ -167,7 +167,7 @@ def _proven_reference(recipe: Recipe, paths: RunPaths, facts: TargetFacts, write
 
 def _report(paths: RunPaths, tokens_per_second: float | None) -> dict[str, Any]:
     from draftsmith.extract.quarantine import read_quarantine
-    from draftsmith.extract.store import Store
+    from draftsmith.store.shards import Store
 
     store, set_aside = Store.open(paths.store), read_quarantine(paths.stage("extract"))
     tokens, size = sum(store.lengths), sum(entry.bytes for entry in store.entries)

@@ -25,13 +25,13 @@ from draftsmith.extract.engine_errors import explain_death, stalled
 from draftsmith.extract.engine_settings import engine_args, environment
 from draftsmith.extract.parity import expect, first_samples, measure
 from draftsmith.extract.quarantine import read_quarantine, set_aside
-from draftsmith.extract.store import StoreWriter
 from draftsmith.extract.vllm_worker.client import EngineDied, EngineProcess
 from draftsmith.extract.vllm_worker.spool import take_sequence
 from draftsmith.extract.work import Captured, Work
 from draftsmith.recipe import Recipe
 from draftsmith.records import Features, Sample, TargetFacts
 from draftsmith.rundir import RunPaths, hash_json
+from draftsmith.store.shards import StoreWriter
 from draftsmith.target import DTYPES, pick_device
 
 LOG = "engine.log"

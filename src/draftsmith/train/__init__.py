@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     """Train a draft on the store and leave it in checkpoints/final."""
     from draftsmith.draft.files import save_draft
-    from draftsmith.extract.manifest import identity
-    from draftsmith.extract.store import Store
+    from draftsmith.store.manifest import identity
+    from draftsmith.store.shards import Store
     from draftsmith.target import load_head, pick_device, pick_dtype, read_facts_of_run
     from draftsmith.train.loop import Trainer
 

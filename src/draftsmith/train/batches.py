@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 from torch.nn.functional import pad
 
-from draftsmith.extract.store import Store
 from draftsmith.records import Batch, Features
+from draftsmith.store.shards import Store
 
 T = TypeVar("T")
 

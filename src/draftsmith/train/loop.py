@@ -19,9 +19,9 @@ from draftsmith import recipe
 from draftsmith.draft.loss import StepResult, total_loss
 from draftsmith.draft.model import Draft
 from draftsmith.errors import DataError
-from draftsmith.extract.store import Store
 from draftsmith.progress import progress
 from draftsmith.signals import check_stop, stop_requested
+from draftsmith.store.shards import Store
 from draftsmith.target import TargetHead
 from draftsmith.train.batches import plan_epoch, read_batches
 from draftsmith.train.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint

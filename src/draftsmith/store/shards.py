@@ -30,11 +30,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from draftsmith.errors import StoreError
-from draftsmith.extract.codec import CODECS
-from draftsmith.extract.ledger import LEDGER, Entry, append_entry, cut_torn_line, read_ledger, write_ledger
-from draftsmith.extract.manifest import MANIFEST, NOTES, Manifest, read_manifest, refuse_differences, write_manifest
 from draftsmith.records import Features
 from draftsmith.rundir import atomic_path
+from draftsmith.store.codec import CODECS
+from draftsmith.store.ledger import LEDGER, Entry, append_entry, cut_torn_line, read_ledger, write_ledger
+from draftsmith.store.manifest import MANIFEST, NOTES, Manifest, read_manifest, refuse_differences, write_manifest
 
 LOCK = ".lock"
 _SHARD = re.compile(r"shard-(\d+)\.safetensors")

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.extract.codec import CODECS
+from draftsmith.store.codec import CODECS
 
 floats = st.floats(width=32, allow_nan=False)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from draftsmith.extract.manifest import Manifest
-from draftsmith.extract.store import StoreWriter
 from draftsmith.records import Features
+from draftsmith.store.manifest import Manifest
+from draftsmith.store.shards import StoreWriter
 
 AUX_LAYERS, HIDDEN_SIZE = 3, 8
 

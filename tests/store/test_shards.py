@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from draftsmith.errors import StoreError
-from draftsmith.extract.ledger import read_ledger, write_ledger
-from draftsmith.extract.manifest import identity
-from draftsmith.extract.store import Store, StoreWriter, _digest, predict_bytes
 from draftsmith.probe.facts import read_facts
-from tests.extract.random_store import (
+from draftsmith.store.ledger import read_ledger, write_ledger
+from draftsmith.store.manifest import identity
+from draftsmith.store.shards import Store, StoreWriter, _digest, predict_bytes
+from tests.store.random_store import (
     AUX_LAYERS,
     HIDDEN_SIZE,
     assert_same,
@@ -376,8 +376,8 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path) 
 KILL_AT_EACH_CALL = """
 import os, signal, sys
 from pathlib import Path
-from draftsmith.extract.store import Store
-from tests.extract.random_store import some_features, write_store
+from draftsmith.store.shards import Store
+from tests.store.random_store import some_features, write_store
 
 def write(folder, calls):  # in a process of its own, killed at its `calls`-th call that changes the folder
     process = os.fork()

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import StoreError
-from draftsmith.extract.ledger import canonical_json, checksum
 from draftsmith.records import TargetFacts
 from draftsmith.rundir import write_text
+from draftsmith.store.ledger import canonical_json, checksum
 
 MANIFEST = "manifest.json"
 FORMAT = 1

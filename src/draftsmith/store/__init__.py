@@ -1,0 +1,1 @@
+"""The store of hidden states: written by extract, read by train and evaluate."""
