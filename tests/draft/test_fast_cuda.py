@@ -9,6 +9,7 @@ from draftsmith import recipe
 from draftsmith.draft.model import Draft
 from draftsmith.records import Batch
 from draftsmith.target import FinalNorm, TargetHead
+from draftsmith.train.checkpoint import load_checkpoint, save_checkpoint
 from draftsmith.train.step import Learner
 from tests.draft.builders import make_config
 
@@ -101,6 +102,19 @@ def test_a_captured_step_does_what_a_launched_one_does():
     assert same_losses == pytest.approx(losses, rel=1e-2)
     for name, weight in weights.items():
         torch.testing.assert_close(same_weights[name], weight, rtol=0.05, atol=2e-3)
+
+
+def test_on_a_gpu_a_resumed_run_goes_on_to_the_same_bits(tmp_path):
+    (whole, batch), (resumed, _) = (make_world([100, 60], torch.bfloat16, "cuda") for _ in range(2))
+    whole.use_graphs = resumed.use_graphs = False
+    for _ in range(3):
+        whole.step(whole.prepare(batch), 1e-3)
+    save_checkpoint(tmp_path, 3, whole.draft, whole.optimizer, keep=1)
+    load_checkpoint(tmp_path / "step-00000003", resumed.draft, resumed.head, resumed.optimizer)
+    for learner in (whole, resumed):
+        learner.step(learner.prepare(batch), 1e-3).figures()
+    for one, other in zip(whole.draft.parameters(), resumed.draft.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_on_a_gpu_the_logits_in_memory_do_not_grow_with_the_batch():

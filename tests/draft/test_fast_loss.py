@@ -87,7 +87,7 @@ def test_the_whole_vocabulary_needs_no_map(kind):
 def test_the_chunked_losss_gradient_is_the_slope_of_its_value(kind):
     draft, head, batch = make_draft(), make_head(), make_batch([4, 3])
     targets, weights = find(draft, head, batch, kind, mask=False)
-    inputs = LossInputs(targets, head_of_draft_vocabulary(head, draft), batch.last, weights, kind, chunk_rows=9)
+    inputs = LossInputs(targets, head_of_draft_vocabulary(head, draft), batch.last, weights, kind, rows=9)
     run = functools.partial(
         Recomputed.apply, lambda states, lm_head: ChunkedLoss.apply(states.clone(), lm_head, inputs)[0]
     )
@@ -119,9 +119,9 @@ def test_the_size_of_a_chunk_changes_nothing():
     states = torch.randn(STEPS, len(batch.last) + STEPS, HIDDEN, dtype=torch.float64)
     draft_head = head_of_draft_vocabulary(head, draft)
     outcomes = []
-    for chunk_rows in (1, 13, 1000):
+    for rows in (1, 13, 1000):
         leaf = states.clone().requires_grad_()
-        inputs = LossInputs(targets, draft_head, batch.last, weights, "lk_hybrid", chunk_rows)
+        inputs = LossInputs(targets, draft_head, batch.last, weights, "lk_hybrid", rows)
         loss, sums, right = ChunkedLoss.apply(leaf.clone(), draft.lm_head.weight, inputs)
         outcomes.append((loss, sums, right, *torch.autograd.grad(loss, (leaf, draft.lm_head.weight))))
     for other in outcomes[1:]:
@@ -162,8 +162,8 @@ class LargestLogits(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_logits_in_memory_do_not_grow_with_the_batch(kind, monkeypatch):
-    monkeypatch.setitem(fast_loss.CHUNK_ROWS, "cpu", 16)
-    monkeypatch.setattr(fast_loss, "VOCABULARY_CHUNK_BYTES", 16 * TARGET_VOCAB * 8)
+    monkeypatch.setitem(fast_loss.STUDENT_ROWS, "cpu", 16)
+    monkeypatch.setitem(fast_loss.TARGET_ROWS, "cpu", 16)
     draft, head = make_draft(), make_head()
     largest = []
     for documents in (8, 32):

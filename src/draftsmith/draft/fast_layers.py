@@ -11,9 +11,13 @@ from dataclasses import dataclass
 import torch
 
 
+def wide_dtype(x: torch.Tensor) -> torch.dtype:
+    """float32, or wider where x already is."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """In float32, or wider where it already is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(wide_dtype(x))
 
 
 def add_product(total: torch.Tensor | None, doutput: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from draftsmith.draft.fast_attention import Documents
-from draftsmith.draft.fast_layers import add_product, wide
+from draftsmith.draft.fast_layers import add_product, wide, wide_dtype
 from draftsmith.draft.fast_unroll import UnrollInputs, fast_unroll
 from draftsmith.draft.loss import HYBRID_DECAY, LEAST_OVERLAP, StepResult
 from draftsmith.draft.model import Draft
@@ -30,8 +30,10 @@ from draftsmith.recipe import LossKind
 from draftsmith.records import Batch
 from draftsmith.target import TargetHead
 
-VOCABULARY_CHUNK_BYTES = 256 * 2**20  # of the target's logits, in a pass over its whole vocabulary
-CHUNK_ROWS = {"cuda": 4096, "cpu": 256}  # of logits at a time, the teacher's and the student's together
+# Rows of logits in memory at a time: the student's, and the target's in a pass over its whole vocabulary. On CUDA,
+# multiples of the 320 rows that a matrix product on a Hopper GPU works on at a time, and few of them.
+STUDENT_ROWS = {"cuda": 3840, "cpu": 256}
+TARGET_ROWS = {"cuda": 1280, "cpu": 256}
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,10 @@ def _ask_whole_vocabulary(
     draft: Draft, head: TargetHead, last: torch.Tensor, positions: torch.Tensor, mass: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sayable = torch.zeros(len(last), dtype=torch.bool, device=last.device)
-    share = torch.ones(len(last), dtype=wide(last).dtype, device=last.device)
+    share = torch.ones(len(last), dtype=wide_dtype(last), device=last.device)
     if draft.draft_ids is None:
         return ~sayable, share
-    rows = max(1, VOCABULARY_CHUNK_BYTES // (head.lm_head.shape[0] * last.element_size()))
-    for chunk in positions.split(rows):
+    for chunk in positions.split(TARGET_ROWS[last.device.type]):
         logits = head.logits(last[chunk])
         sayable[chunk] = draft.t2d[logits.argmax(-1)]
         if mass:
@@ -131,7 +132,7 @@ class LossInputs:
     last: torch.Tensor  # [S, Ht]
     weights: torch.Tensor  # [K], of each step's sum in the loss
     kind: LossKind
-    chunk_rows: int
+    rows: int  # of the student's logits at a time
 
 
 def fast_unrolled_loss(
@@ -157,7 +158,7 @@ def fast_unrolled_loss(
         last=batch.last.to(head.lm_head.dtype),
         weights=step_weights,
         kind=kind,
-        chunk_rows=CHUNK_ROWS[batch.aux.device.type],
+        rows=STUDENT_ROWS[batch.aux.device.type],
     )
     loss, sums, right = ChunkedLoss.apply(states, draft.lm_head.weight, inputs)
     correct = right & counted if targets.sayable is None else right & counted & targets.sayable
@@ -185,10 +186,10 @@ class ChunkedLoss(torch.autograd.Function):
         learn = any(ctx.needs_input_grad)
         states, weight = states.detach(), lm_head.detach().to(states.dtype)
         row_weights = targets.trained * inputs.weights[:, None]  # [K, S]
-        sums = torch.zeros(steps, dtype=wide(states).dtype, device=states.device)
+        sums = torch.zeros(steps, dtype=wide_dtype(states), device=states.device)
         right = torch.zeros_like(targets.trained)
         dweight = None
-        for at in targets.slots.positions.split(max(1, inputs.chunk_rows // (steps + 1))):
+        for at in targets.slots.positions.split(max(1, inputs.rows // steps)):
             teacher = inputs.head.logits(inputs.last[at])  # [c, Vd]
             hidden = gather_rows(states, at)  # [K·c, H]
             logits = (hidden @ weight.t()).unflatten(0, (steps, -1))

@@ -29,7 +29,7 @@ from draftsmith.draft.fast_layers import (
     rotate_sum,
     swiglu,
     swiglu_backward_,
-    wide,
+    wide_dtype,
 )
 from draftsmith.draft.model import Draft
 
@@ -130,7 +130,7 @@ class _Run:
         self.w_gate_up = _stacked([weights.gate, weights.up], dtype)
         self.w_attended, self.w_down = weights.attended.to(dtype), weights.down.to(dtype)
         positions = torch.arange(inputs.documents.longest + inputs.steps, device=inputs.aux.device)
-        tables = inputs.draft.rotation(positions, wide(inputs.aux).dtype)
+        tables = inputs.draft.rotation(positions, wide_dtype(inputs.aux))
         self.cos, self.sin = (table[:, : self.head_dim // 2].contiguous() for table in tables)
 
     def forward(self, keep: bool) -> torch.Tensor:

@@ -87,6 +87,7 @@ class Learner:
         # The attention kernels of CUDA are for bfloat16: matrix units would round float32.
         self.fast = self.settings.kernels == "auto" and (self.bf16 or self.device.type == "cpu")
         self.draft.embed_tokens.weight.data = self.head.embedding.data  # frozen in both: kept once
+        self.draft.inv_freq = self.draft.inv_freq.to(self.device)
         self.copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         weights = sum(p.numel() for p in self.draft.parameters() if p.requires_grad)
         flops = 6 * weights * self.settings.batch_tokens * self.settings.unroll_steps
