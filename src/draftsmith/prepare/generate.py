@@ -27,11 +27,13 @@ class TargetInProcess:
     """The loaded target, answering batches of requests."""
 
     def __init__(self, chat: Chat, facts: TargetFacts, recipe: Recipe) -> None:
+        from draftsmith.cpu_attention import use_grouped_heads
         from draftsmith.target import load_target, pick_device, pick_dtype
 
         self.chat, self.recipe = chat, recipe
         self.device = pick_device(recipe.target.device)
         self.model = load_target(facts, recipe.target, self.device, pick_dtype(recipe.target.dtype, facts, self.device))
+        use_grouped_heads(self.model)
 
     def answer(self, requests: list[Request]) -> list[Answer]:
         """Answers in the order of the requests.

@@ -205,13 +205,11 @@ class Chat:
     def without_glue(self, ids: list[int]) -> list[int]:
         """A rendered answer up to its end-of-turn token: what the template puts after it, the target does not write."""
         ends = self.turn_end_ids
-        written = len(ids)
-        suffix = self.turn_suffix
-        if suffix and ids[-len(suffix) :] == suffix:
-            glue = next((n for n, token in enumerate(reversed(suffix)) if token in ends), len(suffix))
-            return ids[: written - glue]
-        last_end = next((i for i in range(written - 1, -1, -1) if ids[i] in ends), written - 1)
-        return ids[: last_end + 1]
+        last_end = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in ends), None)
+        if last_end is not None:
+            return ids[: last_end + 1]
+        glue = len(self.turn_suffix)
+        return ids[:-glue] if glue and ids[-glue:] == self.turn_suffix else ids
 
 
 def _strings(value: Any) -> Iterator[str]:
