@@ -87,7 +87,7 @@ def answer_all(
     finally:
         file.close()
     figures = _figures(file, talks.ended)
-    rate = round((file.tokens - tokens_found) / seconds, 1)
+    rate = round((file.tokens - tokens_found) / max(seconds, 1e-9), 1)
     return {**figures, "using": settings.using, "found_from_an_earlier_run": found, "tokens_per_second": rate}
 
 

@@ -198,9 +198,10 @@ class Chat:
         return self.stop_ids | {token for token in self.turn_suffix if token in self.special}
 
     @property
-    def end_of_turn(self) -> int:
-        """The id with which the template has an answer end."""
-        return next((t for t in reversed(self.turn_suffix) if t in self.turn_end_ids), min(self.stop_ids))
+    def end_of_turn(self) -> int | None:
+        """The id with which the template has an answer end, or else one at which the target stops, if any is known."""
+        ends = (token for token in reversed(self.turn_suffix) if token in self.turn_end_ids)
+        return next(ends, min(self.stop_ids, default=None))
 
     def without_glue(self, ids: list[int]) -> list[int]:
         """A rendered answer up to its end-of-turn token: what the template puts after it, the target does not write."""

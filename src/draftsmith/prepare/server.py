@@ -60,24 +60,27 @@ async def _drive(talks: Talks, chat: Chat, recipe: Recipe, bar: Progress) -> Non
     ) as client:
         server = _Server(client, chat, recipe)
         begun = talks.begin()
+        waiting: list[Request] = []  # begun conversations' next requests
         in_flight: set[asyncio.Task[Answer]] = set()
+        failure: BaseException | None = None
         try:
             while True:
-                for request in islice(begun, settings.batch_size - len(in_flight)):
-                    if not server.model:
-                        await server.connect(request)
-                    in_flight.add(asyncio.create_task(server.answer(request)))
+                if failure is None:
+                    waiting += islice(begun, settings.batch_size - len(in_flight) - len(waiting))
+                    if waiting and not server.model:
+                        await server.connect(waiting[0])
+                    in_flight |= {asyncio.create_task(server.answer(request)) for request in waiting}
                 if not in_flight:
-                    return
+                    break
                 done, in_flight = await asyncio.wait(
                     in_flight, timeout=_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
-                for request in talks.go_on([task.result() for task in done if task.exception() is None]):
-                    in_flight.add(asyncio.create_task(server.answer(request)))
+                waiting = talks.go_on([task.result() for task in done if task.exception() is None])
+                failure = failure or next(filter(None, (task.exception() for task in done)), None)
                 bar.advance(talks.ended.total() - bar.done)
-                for task in done:
-                    task.result()  # raises what failed, now that what came is on disk
                 check_stop("prepare")
+            if failure is not None:
+                raise failure  # only now that what was in flight has come, and is on disk
         finally:
             for task in in_flight:
                 task.cancel()
@@ -151,9 +154,9 @@ class _Server:
         finish_reason, ids = choice.get("finish_reason") or "unknown", choice.get("token_ids")
         if ids is not None:
             return ids, finish_reason, message_of(self.chat, ids), "target"
-        ids = self.chat.whole_ids(choice["text"])
-        if finish_reason in FINISHED:
-            ids = [*ids, self.chat.end_of_turn]
+        ids, end = self.chat.whole_ids(choice["text"]), self.chat.end_of_turn
+        if finish_reason in FINISHED and end is not None:
+            ids = [*ids, end]
         return ids, finish_reason, message_of(self.chat, ids), "text"
 
     async def _converse(self, request: Request) -> _Reply:
