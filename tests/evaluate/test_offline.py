@@ -72,7 +72,7 @@ def test_aux_ids_shifted_by_one_lower_the_estimate(world: World, tiny_target: Pa
     with torch.inference_mode():
         states = [shifted.read(text.input_ids.tolist(), 1, cached=False)[1] for text in world.texts]
     wrong = sum(accepted(text, aux) for text, aux in zip(world.texts, states, strict=True))
-    assert wrong < 0.8 * right
+    assert wrong < 0.9 * right
 
 
 def test_target_top1_is_the_recorded_greedy_answer_and_unknown_elsewhere(

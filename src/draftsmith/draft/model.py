@@ -167,14 +167,20 @@ class Draft(nn.Module):
 
     @torch.no_grad()
     def initialise(self, head: TargetHead, draft_ids: list[int] | None, seed: int) -> None:
-        """Start from what the target knows: its embedding, and its head's rows and norm for the draft's vocabulary.
+        """Start from what the target knows (docs/decisions/0002).
 
-        The rest is drawn from N(0, 0.02²). `draft_ids` ascends; None means the whole vocabulary.
+        The embedding is its own; the head and last norm are its head's, for the draft's vocabulary; `fc` hands on the
+        deepest auxiliary state, from which that head reads a sensible word already. The rest is drawn from
+        N(0, 0.02²), and what the layer adds to the residual stream a tenth of it, so that it starts almost silent.
+        `draft_ids` ascends; None means the whole vocabulary.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("_proj.weight") or name == "fc.weight":
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+                scale = 0.002 if name.endswith(("o_proj.weight", "down_proj.weight")) or name == "fc.weight" else 0.02
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+        if self.config.hidden_size == self.config.target_hidden_size:
+            self.fc.weight[:, -self.config.hidden_size :] += torch.eye(self.config.hidden_size)
         self.embed_tokens.weight.copy_(head.embedding)
         rows = head.lm_head if draft_ids is None else head.lm_head[torch.tensor(draft_ids, device=head.lm_head.device)]
         self.lm_head.weight.copy_(rows)
