@@ -19,6 +19,7 @@ import json
 import platform
 import re
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,9 +223,11 @@ def main() -> None:
         print({k: v for k, v in runs[-1].items() if k != "milliseconds_of_each"}, flush=True)
         torch.cuda.empty_cache()
     machine = torch.cuda.get_device_properties(0)
+    where = ("--output", "--profile")
+    command = [word for before, word in itertools.pairwise(sys.argv) if before not in where and word not in where]
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     report = {
-        "command": "python benchmarks/train_step.py",
+        "command": " ".join(["python", "benchmarks/train_step.py", *command]),
         "machine": {"gpu": machine.name, "processors": machine.multi_processor_count, "host": platform.machine()},
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
         | {name: importlib.metadata.version(name) for name in ("torch", "triton")},

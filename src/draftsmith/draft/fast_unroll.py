@@ -141,19 +141,18 @@ class _Run:
         kept, empty = steps if keep else 1, hidden.new_empty
         self.qkv = empty(steps, slots, len(self.w_hidden))
         self.attended = empty(kept, slots, self.w_attended.shape[1])
-        self.lse = torch.empty(
-            kept, self.attended.shape[2] // self.head_dim, slots, dtype=self.cos.dtype, device=hidden.device
-        )
+        heads = self.attended.shape[2] // self.head_dim
+        self.lse = [self.cos.new_empty(heads, slots) for _ in range(kept)]  # apart, so that each is aligned
         self.state, self.out = empty(kept, slots, size), empty(kept, slots, size)
         self.gate_up = empty(kept, slots, len(self.w_gate_up))
         states = empty(steps, slots + steps, size)
         for k in range(steps):
             at = k if keep else 0
             normed = rms_norm(hidden, weights.hidden_norm, eps)
-            projected, shifted, heads = normed @ self.w_hidden.t(), embedded[1 + k : 1 + k + slots], self._heads
-            rotate_sum(heads(projected), heads(shifted), heads(self.qkv[k]), self._rotation(k), self.kv_heads)
+            projected, shifted, split = normed @ self.w_hidden.t(), embedded[1 + k : 1 + k + slots], self._heads
+            rotate_sum(split(projected), split(shifted), split(self.qkv[k]), self._rotation(k), self.kv_heads)
             query, keys, values = self._attention_inputs(k)
-            attend(query, keys, values, self.inputs.documents, out=heads(self.attended[at]), lse=self.lse[at])
+            attend(query, keys, values, self.inputs.documents, out=split(self.attended[at]), lse=self.lse[at])
             residual = normed if self.config.norm_before_residual else hidden
             update = self.attended[at] @ self.w_attended.t()
             mlp_input = torch.empty_like(update)
