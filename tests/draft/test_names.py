@@ -38,6 +38,7 @@ def test_vllm_names_are_ours_and_sglang_calls_the_layer_midlayer():
         "model.norm.weight",
         "layers.0.self_attn.q_norm.weight",
         "layers.0.mlp.up_proj.weight_scale",
+        "lm_head.weight_scale",
         "xlayers.0.mlp.up_proj.weight",
         "fc_norm.weight",
         "layers.0.",

@@ -61,6 +61,15 @@ def test_a_draft_read_back_drafts_what_the_trained_one_does(tmp_path, tiny_targe
         assert torch.equal(ours, theirs)
 
 
+def test_the_rope_that_a_folder_says_is_the_one_that_its_draft_computes_with(tmp_path, tiny_target):
+    batch, outputs = make_batch([7]), []
+    for theta in (1e4, 1e6):
+        draft = make_draft(rope_theta=theta)
+        folder = export_vllm(tmp_path / str(theta), draft, make_facts(tiny_target), torch.float32)
+        outputs.append(next(drafted(read_vllm(folder).assemble(draft.embed_tokens.weight), batch)))
+    assert not torch.allclose(*outputs)
+
+
 def drafted(draft, batch):
     return unroll(draft, batch.input_ids, batch.aux.float(), batch.position, [(0, 7)], 3)
 
@@ -84,6 +93,15 @@ def test_any_bit_that_is_not_what_was_trained_is_found(tmp_path, tiny_target):
         flat[-1] ^= 1
         with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
             check_identical(read, draft.config, shipped, folder)
+
+
+def test_a_tensor_that_was_not_shipped_is_found(tmp_path, tiny_target):
+    draft = make_draft()
+    shipped = tensors_to_ship(draft, torch.bfloat16)
+    folder = export_vllm(tmp_path, draft, make_facts(tiny_target))
+    change_tensors(folder, lambda tensors: tensors.update({"embed_tokens.weight": torch.zeros(23, HIDDEN)}))
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight: in the folder or"):
+        check_identical(read_vllm(folder), draft.config, shipped, folder)
 
 
 def test_any_field_that_is_not_what_was_trained_is_found(tmp_path, tiny_target):

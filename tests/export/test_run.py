@@ -89,9 +89,10 @@ def test_acceptance_is_in_the_manifest_if_it_is_that_of_this_draft(tmp_path, tin
     manifest = paths.export("vllm") / "draftsmith.json"
     export.run(make_recipe(tiny_target), paths)
     assert json.loads(manifest.read_text())["acceptance"] == {"mean_acceptance_length": 2.5}
-    write_json(paths.stage_file("evaluate"), {**state, "fingerprint": {"inputs": {"train": "another"}}})
-    export.run(make_recipe(tiny_target), paths)
-    assert json.loads(manifest.read_text())["acceptance"] is None
+    for other in ({"fingerprint": {"inputs": {"train": "another"}}}, {"status": "running"}):
+        write_json(paths.stage_file("evaluate"), {**state, **other})
+        export.run(make_recipe(tiny_target), paths)
+        assert json.loads(manifest.read_text())["acceptance"] is None
 
 
 def test_an_earlier_export_is_replaced_and_nothing_is_left_beside_it(tmp_path, tiny_target):
