@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.draft.builders import DRAFT_IDS, make_config, make_draft, make_head
 
 from draftsmith.draft.files import load_draft, save_draft
 from draftsmith.draft.model import Draft
 from draftsmith.errors import CheckpointError
+from tests.draft.builders import DRAFT_IDS, make_config, make_draft, make_head
 
 
 @pytest.fixture
