@@ -32,7 +32,7 @@ class Progress:
 def quiet_libraries() -> None:
     """Let transformers and the hub show their own bars on a terminal alone, as ours do."""
     if not sys.stderr.isatty():
-        from huggingface_hub.utils import disable_progress_bars
+        from huggingface_hub.utils.tqdm import disable_progress_bars
         from transformers.utils import logging
 
         disable_progress_bars()
