@@ -1,13 +1,14 @@
 # make demo   train, measure and export a draft for SmolLM2-135M on this machine
 # make test   all tests, the real vLLM among them
 # make check  format, lint, types
+# make docs   docs/settings.md, from the code
 # Each creates .venv and installs what it needs, once.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints/cpu.txt
 
-.PHONY: demo test check clean
+.PHONY: demo test check docs clean
 
 demo: .venv/demo.done
 	$(BIN)/draftsmith demo
@@ -19,6 +20,9 @@ check: .venv/test.done
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
+
+docs: .venv/base.done
+	$(BIN)/python -c 'from draftsmith.recipe import settings_page; print(settings_page(), end="")' > docs/settings.md
 
 clean:
 	rm -rf .venv

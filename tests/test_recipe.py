@@ -98,3 +98,7 @@ def test_every_setting_is_described():
 )
 def test_every_recipe_that_we_ship_loads(file):
     recipe.load(file)
+
+
+def test_the_page_of_settings_is_what_make_docs_would_write():
+    assert (ROOT / "docs/settings.md").read_text() == recipe.settings_page()

@@ -378,3 +378,10 @@ def describe() -> str:
         default = "required" if info.is_required() else json.dumps(value, default=str)
         lines.append(f"{name:<42} {default:<14} {info.description or ''}".rstrip())
     return "\n".join(lines)
+
+
+def settings_page() -> str:
+    """docs/settings.md."""
+    return (
+        f"# Every setting\n\nWritten by `make docs`; `draftsmith recipe` prints the same.\n\n```\n{describe()}\n```\n"
+    )
