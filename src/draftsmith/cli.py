@@ -45,7 +45,10 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print("error: stopped at once; the same command goes on from the last safe point", file=sys.stderr)
+        print(
+            "error: stopped at once; the same command, without --redo, goes on from the last safe point",
+            file=sys.stderr,
+        )
         sys.exit(1)
     except BrokenPipeError:
         sys.exit(1)
