@@ -142,6 +142,7 @@ def _json_array(path: Path, accept_truncated: bool, number: int) -> Iterator[tup
             raise DataError(
                 f"is not valid JSON {after or 'in its first record'}, before byte {file.tell()}: {problem}",
                 where=str(path),
+                hint="mend the file there, or fetch it again; a file cut off in the middle is told apart from this",
             ) from error
 
 
