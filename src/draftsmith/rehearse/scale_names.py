@@ -57,10 +57,10 @@ def model_class(config: dict[str, Any]) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-    architecture, kind = next(iter(config.get("architectures") or ()), None), config.get("model_type")
-    for name in (architecture, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)):
-        same = name and architecture and name.replace("_", "") == architecture.replace("_", "")
-        if same and (found := getattr(transformers, name, None)):
+    architecture, kind = next(iter(config.get("architectures") or ()), ""), config.get("model_type")
+    for name in (architecture, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind, "")):
+        same = name.replace("_", "") == architecture.replace("_", "")
+        if same and name and (found := getattr(transformers, name, None)):
             return found
     raise TargetError(
         f"transformers {transformers.__version__} has no {architecture or 'architecture'} (model type {kind!r}), and "
