@@ -137,6 +137,7 @@ class Extract(Section):
     )
     tensor_parallel_size: Annotated[PositiveInt, Free] = Field(1, description="vLLM: devices that share each layer")
     pipeline_parallel_size: Annotated[PositiveInt, Free] = Field(1, description="vLLM: stages of layers")
+    data_parallel_size: Annotated[PositiveInt, Free] = Field(1, description="vLLM: engines that share the samples")
     max_num_batched_tokens: Annotated[PositiveInt, Free] = Field(8192, description="vLLM: tokens in one step")
     max_num_seqs: Annotated[PositiveInt, Free] = Field(256, description="vLLM: sequences in one step")
     gpu_memory_utilization: Annotated[Fraction, Free] = Field(0.9, description="vLLM: share of a device's memory")

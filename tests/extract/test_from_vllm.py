@@ -15,7 +15,8 @@ from draftsmith.corpus import write_corpus
 from draftsmith.errors import CaptureError, CheckFailed, EngineError
 from draftsmith.extract import run
 from draftsmith.extract.engine_errors import explain_death
-from draftsmith.extract.from_vllm import capture, spool_folder
+from draftsmith.extract.engines import spool_folder
+from draftsmith.extract.from_vllm import capture
 from draftsmith.extract.quarantine import read_quarantine
 from draftsmith.extract.vllm_worker.client import EngineDied, EngineProcess
 from draftsmith.extract.vllm_worker.spool import take_sequence
@@ -135,13 +136,13 @@ def test_an_exception_in_a_worker_process_is_reported_with_type_place_samples_an
             engine.send(number, one.input_ids)
         done: set[int] = set()
         while len(done) < len(good):
-            done |= {number for event in engine.receive(1.0) for number, _ in event.get("samples", ())}
+            done |= {number for event in engine.receive() for number, _ in event.get("samples", ())}
         for number, one in enumerate(good):
             assert take_sequence(spool, number, engine.parts)[0].tolist() == one.input_ids
         engine.send(7, bad.input_ids)
         with pytest.raises(EngineDied) as death:
             while True:
-                engine.receive(1.0)
+                engine.receive()
     error = explain_death(death.value, plan.log, 0, lambda numbers: [f"s{number}" for number in numbers])
     text = str(error)
     assert error.what == "RuntimeError, with no message"

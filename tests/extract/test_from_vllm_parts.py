@@ -75,7 +75,7 @@ def test_samples_come_out_in_order_whatever_fails_and_dies(count: int, room: int
             given_up |= {number} if work.fail(number, "why") else set()
             under_way.remove(number)
         else:
-            given_up |= work.lose_engine([number], "why").keys()
+            given_up |= work.lose_engine(under_way, [number], "why").keys()
             under_way.clear()
         out += ids(work.take_ready())
     assert work.done
@@ -100,11 +100,11 @@ def test_a_sample_larger_than_the_room_goes_alone() -> None:
 def test_samples_that_an_engine_died_over_are_tried_one_by_one_and_the_others_together() -> None:
     work = Work(map(sample, range(4)), 100)
     send_all(work)
-    assert work.lose_engine([1, 2], "why") == {}
+    assert work.lose_engine([0, 1, 2, 3], [1, 2], "why") == {}
     assert send_all(work) == [0], "a suspect starts only when nothing else is under way"
     work.settle(0, captured(0))
     assert send_all(work) == [1]
-    assert work.lose_engine([1], "again") == {1: ["why", "again"]}
+    assert work.lose_engine([1], [1], "again") == {1: ["why", "again"]}
     assert send_all(work) == [2]
     work.settle(2, captured(2))
     assert send_all(work) == [3]
@@ -113,9 +113,9 @@ def test_samples_that_an_engine_died_over_are_tried_one_by_one_and_the_others_to
 def test_a_death_that_nobody_explained_casts_suspicion_on_all_under_way() -> None:
     work = Work(map(sample, range(3)), 100)
     send_all(work)
-    work.lose_engine([], "why")
+    work.lose_engine([0, 1, 2], [], "why")
     assert send_all(work) == [0]
-    assert work.lose_engine([], "again") == {0: ["why", "again"]}
+    assert work.lose_engine([0], [], "again") == {0: ["why", "again"]}
 
 
 # ---- hooks on the layers ----------------------------------------------------------------------------------------

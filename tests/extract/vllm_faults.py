@@ -73,15 +73,15 @@ class DroppingWorker(CaptureWorker):
         writer = self._capture()
         assert writer is not None
         put = writer.put
-        writer.put = lambda number, *tensors: None if number == DROPPED else put(number, *tensors)  # type: ignore[method-assign]
+        writer.put = lambda ended, states: put([one for one in ended if one.number != DROPPED], states)  # type: ignore[method-assign]
 
 
 class ShufflingWorker(CaptureWorker):
-    """Writes the states of each sample in the wrong order of its tokens."""
+    """Writes the states of each step in the wrong order of its tokens."""
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)
         writer = self._capture()
         assert writer is not None
         put = writer.put
-        writer.put = lambda number, ids, states: put(number, ids, states.flip(0))  # type: ignore[method-assign]
+        writer.put = lambda ended, states: put(ended, states.flip(0))  # type: ignore[method-assign]

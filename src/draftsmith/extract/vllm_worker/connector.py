@@ -10,6 +10,7 @@ the cache-only layer `cache_only_layers.N` among the KV caches; `save_kv_layer` 
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from draftsmith.extract.vllm_worker.options import read_options, sample_number
-from draftsmith.extract.vllm_worker.spool import SpoolWriter
+from draftsmith.extract.vllm_worker.spool import Ended, SpoolWriter
 
 CACHE_LAYER = "cache_only_layers"
 
@@ -126,23 +127,45 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         cached_tokens, self._cached_tokens = self._cached_tokens, 0
         if self._cache is None or self.writer is None:
             return
-        for request in self._get_connector_metadata().requests:
-            if not cached_tokens:
-                raise RuntimeError("the engine ended a prompt in a step in which it cached no hidden states")
-            tokens, block_size = len(request.input_ids), self._cache.shape[1]
+        ended = self._get_connector_metadata().requests
+        if not ended:
+            return
+        if not cached_tokens:
+            raise RuntimeError("the engine ended a prompt in a step in which it cached no hidden states")
+        blocks, sequences = self._blocks(ended)
+        self.writer.put(sequences, gather_blocks(self._cache, blocks))
+
+    def _blocks(self, ended: list[Followed]) -> tuple[list[int], list[Ended]]:
+        """The cache blocks that the prompts of a step are in, and where each begins in them, back to back."""
+        assert self._cache is not None
+        blocks: list[int] = []
+        sequences, block_size = [], self._cache.shape[1]
+        for request in ended:
+            tokens = len(request.input_ids)
             if len(request.block_ids) * block_size < tokens:
                 raise RuntimeError(
                     f"sample number {request.number} has {tokens} tokens and {len(request.block_ids)} cache blocks of "
                     f"{block_size} tokens"
                 )
-            blocks = torch.tensor(request.block_ids[: -(-tokens // block_size)], device=self._cache.device)
-            states = self._cache[blocks].flatten(0, 1)[:tokens].contiguous()  # [T, L, Ht], a copy
-            self.writer.put(request.number, torch.tensor(request.input_ids, dtype=torch.int32), states)
+            input_ids = torch.frombuffer(array("i", request.input_ids), dtype=torch.int32)
+            sequences.append(Ended(request.number, input_ids, len(blocks) * block_size))
+            blocks += request.block_ids[: -(-tokens // block_size)]
+        return blocks, sequences
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, None
+
+
+def gather_blocks(cache: torch.Tensor, blocks: list[int]) -> torch.Tensor:
+    """[len(blocks) · block_size, L, Ht], a copy. The device is not waited for: the next step is prepared meanwhile.
+
+    Args:
+        cache: [blocks, block_size, L, Ht].
+    """
+    index = torch.tensor(blocks, pin_memory=cache.is_cuda).to(cache.device, non_blocking=True)
+    return cache[index].flatten(0, 1).contiguous()
 
 
 def _cache_group(kv_cache_config: Any) -> int:

@@ -185,10 +185,13 @@ class Service:
             self.refuse(number, f"the engine refuses it: {error}")
 
     def report_done(self) -> None:
+        if not self.finished:
+            return
+        there = set(os.listdir(self.spool))
         done = [
             number
             for number in self.finished
-            if all(spool_file(self.spool, number, ids[0]).exists() for ids in self.parts)
+            if all(spool_file(self.spool, number, ids[0]).name in there for ids in self.parts)
         ]
         if done:
             emit(self.events, "done", samples=[(number, self.finished.pop(number).token_ids[0]) for number in done])

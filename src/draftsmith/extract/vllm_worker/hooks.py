@@ -197,9 +197,13 @@ class Joiner:
             prompt.computed_tokens += stop - start
             if prompt.computed_tokens >= prompt.tokens:
                 del self._prompts[id]
-                whole = torch.cat(prompt.input_ids), torch.cat(prompt.states)
+                whole = _joined(prompt.input_ids), _joined(prompt.states)
                 ended.append((prompt.number, whole[0][: prompt.tokens], whole[1][: prompt.tokens]))
         return ended
+
+
+def _joined(chunks: list[torch.Tensor]) -> torch.Tensor:
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 
 def batch_spans(runner: Any, scheduled: dict[str, int]) -> dict[str, tuple[int, int]]:

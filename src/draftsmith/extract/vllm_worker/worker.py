@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
@@ -16,7 +18,7 @@ from vllm.platforms import current_platform
 from draftsmith.extract.vllm_worker.failures import describe, running_module, write_failure
 from draftsmith.extract.vllm_worker.hooks import Joiner, LayerHooks, batch_spans
 from draftsmith.extract.vllm_worker.options import read_options, sample_number
-from draftsmith.extract.vllm_worker.spool import SpoolWriter
+from draftsmith.extract.vllm_worker.spool import Ended, SpoolWriter
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -120,5 +122,8 @@ class HookedCapture:
         if self.writer is None or tokens == 0:
             return
         spans = batch_spans(self._runner, scheduler_output.num_scheduled_tokens)
-        for captured in self._joiner.add(computed, spans, self._runner.input_ids.gpu, self._hooks.take(tokens)):
-            self.writer.put(*captured)
+        captured = self._joiner.add(computed, spans, self._runner.input_ids.gpu, self._hooks.take(tokens))
+        if captured:
+            starts = accumulate((len(input_ids) for _, input_ids, _ in captured), initial=0)
+            ended = [Ended(number, ids, start) for (number, ids, _), start in zip(captured, starts, strict=False)]
+            self.writer.put(ended, torch.cat([states for _, _, states in captured]))
