@@ -132,6 +132,23 @@ def probe(
 
 
 @app.command()
+def rehearse(
+    model: Annotated[str, typer.Argument(metavar="MODEL|RECIPE", help="Folder, hub id, HOST:/path, or a recipe file")],
+    overrides: Overrides = None,
+    as_json: Json = False,
+    revision: Annotated[str | None, typer.Option(help="Hub revision")] = None,
+    ssh: Annotated[str | None, typer.Option(help="user@host that holds MODEL; nothing is installed there")] = None,
+    folder: Annotated[Path | None, typer.Option("--dir", help="Where it is kept; the run's folder if not given")] = None,
+) -> None:
+    """Prove capture, training, export and serving on a scale model of the target, in about a minute."""
+    from draftsmith.rehearse import rehearse as rehearse_model
+
+    report = rehearse_model(model, overrides=overrides or [], revision=revision, ssh=ssh, folder=folder)
+    _print(report, as_json)
+    raise typer.Exit(1 if report["verdict"] == "fail" else 0)
+
+
+@app.command()
 def prepare(
     recipe: RecipeArgument,
     overrides: Overrides = None,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
@@ -21,6 +18,7 @@ from draftsmith.evaluate.speculate import GreedyTarget, speculative_decode
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Draft as DraftSettings
 from draftsmith.recipe import Target
+from draftsmith.rehearse import decode
 from draftsmith.target import decoder_layers, load_head, load_target
 from tests.evaluate.builders import Text, as_batch
 
@@ -96,22 +94,20 @@ def decode_in_vllm(
     max_new_tokens: int,
     stop_ids: Sequence[int],
 ) -> dict[str, Any]:
-    """The same in the real engine, in a process of its own, which gives its memory back."""
-    answer, request = scratch / "answer.json", scratch / "request.json"
-    asked = {
+    """The same in the real engine, in float32."""
+    speculative = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": K}
+    engine_args = {
         "model": str(model),
-        "draft": str(draft) if draft else None,
-        "num_speculative_tokens": K,
-        "prompts": prompts,
-        "max_new_tokens": max_new_tokens,
-        "stop_ids": list(stop_ids),
-        "answer": str(answer),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "max_model_len": max(map(len, prompts)) + max_new_tokens + 16,
+        "max_num_seqs": len(prompts),
+        "kv_cache_memory_bytes": 512 * 2**20,
+        "speculative_config": speculative if draft else None,
+        "skip_tokenizer_init": True,
     }
-    request.write_text(json.dumps(asked), encoding="utf-8")
-    program = Path(__file__).with_name("vllm_decode.py")
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(program), str(request)], env=environment, capture_output=True, text=True, check=False
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", **os.environ}
+    return decode.decode_in_vllm(
+        engine_args, prompts, max_new_tokens, stop_ids, folder=scratch, environment=environment
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(answer.read_text(encoding="utf-8"))

@@ -62,7 +62,7 @@ def examine(
 
     tree = {"name": "probe", "target": {"model": model, "revision": revision}}
     recipe = recipes.parse(tree, overrides=overrides)
-    return _report(*_judge(recipe, _evidence(model, revision, ssh), weights_needed=False))
+    return _report(*_judge(recipe, evidence_of(model, revision, ssh), weights_needed=False))
 
 
 def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
@@ -87,7 +87,12 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     return report
 
 
-def _evidence(model: str, revision: str | None, ssh: str | None) -> dict[str, Any]:
+def evidence_of(model: str, revision: str | None = None, ssh: str | None = None) -> dict[str, Any]:
+    """What a model folder, hub id or `host:/path` says about itself.
+
+    Raises:
+        TargetNotFoundError, TargetError: it cannot be read, here or there.
+    """
     from draftsmith.probe.hub import read_evidence
     from draftsmith.probe.remote import gather_over_ssh, split_remote
 

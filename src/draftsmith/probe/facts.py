@@ -221,6 +221,8 @@ def _intermediate_size(reading: _Reading, tensors: dict[str, Any]) -> int | None
     value = reading.fact("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff")
     if isinstance(value, list):  # by layer
         return reading.derive("intermediate_size", max(value))
+    if value is None and (width := reading.get("n_embd")):  # GPT-2 and its kin, where n_inner is null
+        return reading.derive("intermediate_size", 4 * width)
     return value if value is not None else reading.derive("intermediate_size", _projection(tensors, "down_proj", 1))
 
 
