@@ -22,7 +22,7 @@ from draftsmith.recipe import Recipe, parse
 from draftsmith.records import Batch, Features, Sample, TargetFacts
 from draftsmith.rundir import RunPaths, write_json
 from draftsmith.store.manifest import Manifest, identity
-from draftsmith.store.shards import StoreWriter
+from draftsmith.store.writer import StoreWriter
 from draftsmith.target import TargetHead, decoder_layers, load_head
 
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS, STEPS = 4, 9, 40, 3

@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.records import Features
 from draftsmith.store.manifest import Manifest
-from draftsmith.store.shards import StoreWriter
+from draftsmith.store.writer import StoreWriter
 
 AUX_LAYERS, HIDDEN_SIZE = 3, 8
 

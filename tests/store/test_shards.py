@@ -1,12 +1,9 @@
 import json
 import os
 import random
-import resource
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +17,10 @@ from draftsmith.errors import StoreError
 from draftsmith.probe.facts import read_facts
 from draftsmith.store.ledger import read_ledger, write_ledger
 from draftsmith.store.manifest import identity
-from draftsmith.store.shards import Store, StoreWriter, _digest, predict_bytes
+from draftsmith.store.shard_file import file_digest
+from draftsmith.store.shards import Store, predict_bytes
+from draftsmith.store.writer import StoreWriter
+from tests.store.limits import largest_file
 from tests.store.random_store import (
     AUX_LAYERS,
     HIDDEN_SIZE,
@@ -219,7 +219,7 @@ def swap_tensor(folder: Path, name: str, change: Callable[[dict[str, torch.Tenso
     tensors = {key: value.clone() for key, value in load_file(path).items()}
     tensors[name] = change(tensors).contiguous()
     save_file(tensors, path)
-    write_ledger(folder, [replace(entry, bytes=path.stat().st_size, blake2b=_digest(path))])
+    write_ledger(folder, [replace(entry, bytes=path.stat().st_size, blake2b=file_digest(path))])
     return list(tensors[name].shape)
 
 
@@ -318,6 +318,7 @@ def test_a_reader_sees_only_whole_shards_while_a_writer_is_at_work(tmp_path: Pat
     with StoreWriter.open(tmp_path / "store", manifest(), 1) as writer:
         for count in (2, 4, 6):
             writer.add(samples[count - 2 : count])
+            writer.flush()
             assert len(list(Store.open(tmp_path / "store"))) == count
 
 
@@ -335,19 +336,6 @@ def test_a_full_disk_leaves_what_was_committed_and_the_rest_can_follow(tmp_path:
     assert not list(folder.glob(".*.partial"))
     write_store(folder, samples[2:])
     assert contents(folder) == contents(tmp_path / "whole")
-
-
-@contextmanager
-def largest_file(size_bytes: int) -> Iterator[None]:
-    """The system refuses to let a file of this process grow beyond the size."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, previous)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system of its own takes root")
@@ -377,6 +365,7 @@ KILL_AT_EACH_CALL = """
 import os, signal, sys
 from pathlib import Path
 from draftsmith.store.shards import Store
+from tests.store.limits import largest_file
 from tests.store.random_store import some_features, write_store
 
 def write(folder, calls):  # in a process of its own, killed at its `calls`-th call that changes the folder

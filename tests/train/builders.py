@@ -13,7 +13,8 @@ from draftsmith.draft.model import Draft
 from draftsmith.probe.facts import read_facts
 from draftsmith.records import Features
 from draftsmith.store.manifest import Manifest, identity
-from draftsmith.store.shards import Store, StoreWriter
+from draftsmith.store.shards import Store
+from draftsmith.store.writer import StoreWriter
 from draftsmith.target import load_head
 from draftsmith.train.loop import Trainer
 

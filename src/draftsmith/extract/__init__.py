@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from draftsmith.extract.from_transformers import Reference
     from draftsmith.store.manifest import Manifest
-    from draftsmith.store.shards import StoreWriter
+    from draftsmith.store.writer import StoreWriter
 
 _GIB, _MIB = 1 << 30, 1 << 20
 
@@ -35,7 +35,7 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     """
     from draftsmith.corpus import corpus_lengths
     from draftsmith.extract.quarantine import refuse_many_set_aside
-    from draftsmith.store.shards import StoreWriter
+    from draftsmith.store.writer import StoreWriter
     from draftsmith.target import read_facts_of_run
 
     facts = read_facts_of_run(paths)
@@ -134,6 +134,7 @@ def _capture(
             if committed:
                 tokens = sum(writer.committed.values())
                 append_event(paths, "extract", "shard", samples=len(writer.committed), tokens=tokens)
+        writer.flush()
         return bar.rate
 
 

@@ -1,0 +1,215 @@
+"""How fast is the store written and read, against the disk itself, and what does it cost the processor?
+
+python benchmarks/store.py [--mib 512] [--shard-mib 64] [--tokens 512] [--hidden 4096] [--folder FOLDER] [--note NOTE]
+
+Captured states as extraction hands them over: bfloat16, three auxiliary layers and the last, views of one tensor.
+Everything goes through the disk: written files are synced, and before reading they are dropped from the page cache.
+Writes results/store.json, or results/store_NOTE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.records import Features
+from draftsmith.store.codec import CODECS
+from draftsmith.store.manifest import Manifest
+from draftsmith.store.shards import Store
+from draftsmith.store.writer import THREADS, StoreWriter
+
+RESULTS = Path(__file__).parent / "results"
+DEFAULTS = {"mib": 512, "shard-mib": 64, "tokens": 512, "hidden": 4096}
+LAYERS, MIB, GB = 4, 1 << 20, 1e9
+PACKAGES = ("draftsmith", "torch", "safetensors", "numpy")
+
+
+def captured(tokens: int, hidden: int, total_bytes: int) -> list[Features]:
+    """Samples of residual-stream size; a few different ones, each used many times, so that memory is not the limit."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.logspace(-1, 1, hidden).bfloat16()
+    states = [(torch.randn(tokens, LAYERS, hidden, generator=generator).bfloat16() * scales) for _ in range(4)]
+    input_ids = torch.randint(0, 128_000, (tokens,), generator=generator)
+    mask = torch.ones(tokens, dtype=torch.bool)
+    count = max(1, total_bytes // states[0].nbytes)
+    return [
+        Features(f"sample-{number}", "chat", "train", input_ids, mask, state[:, :-1], state[:, -1])
+        for number, state in ((number, states[number % len(states)]) for number in range(count))
+    ]
+
+
+def manifest(codec: str, hidden: int) -> Manifest:
+    return Manifest(
+        model="benchmark",
+        revision=None,
+        config_sha256=None,
+        weights_sha256=None,
+        quantization=None,
+        tokenizer_sha256=None,
+        template_sha256=None,
+        num_hidden_layers=32,
+        hidden_size=hidden,
+        aux_layer_ids=(2, 16, 29),
+        dtype="bfloat16",
+        codec=codec,
+        engine="transformers",
+        engine_version="5",
+        draftsmith_version="0",
+    )
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Wall-clock and processor seconds."""
+    wall, processor = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - processor
+
+
+def rates(moved_bytes: int, wall: float, processor: float) -> dict[str, float]:
+    return {
+        "gb_per_second": round(moved_bytes / wall / GB, 3),
+        "cpu_seconds_per_gb": round(processor * GB / moved_bytes, 3),
+    }
+
+
+def drop_from_cache(folder: Path) -> None:
+    os.sync()
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def disk_write(folder: Path, files: int, file_bytes: int, threads: int) -> None:
+    """Plain files of noise, each synced, by as many threads as the store's."""
+    data = memoryview(os.urandom(MIB) * (file_bytes // MIB))
+
+    def write(number: int) -> None:
+        with open(folder / f"{number}", "wb", buffering=0) as file:
+            file.write(data)
+            os.fsync(file.fileno())
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(write, range(files)))
+
+
+def disk_read(folder: Path) -> None:
+    """Every file from front to back, into one buffer."""
+    buffer = bytearray(8 * MIB)
+    for path in sorted(folder.iterdir()):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def store_write(folder: Path, samples: list[Features], codec: str, hidden: int, shard_bytes: int) -> float:
+    """Returns the seconds spent in `add`: what capture would wait for."""
+    waited = 0.0
+    with StoreWriter.open(folder, manifest(codec, hidden), shard_bytes) as writer:
+        for sample in samples:
+            start = time.perf_counter()
+            writer.add([sample])
+            waited += time.perf_counter() - start
+    return waited
+
+
+def store_read(folder: Path) -> float:
+    """Every sequence, each tensor touched from end to end."""
+    total = 0.0
+    for found in Store.open(folder):
+        total += float(found.aux.view(-1)[::2048].float().sum() + found.last.reshape(-1)[::2048].float().sum())
+    return total
+
+
+def measure_disk(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    file_bytes = options.shard_mib * MIB
+    files = max(1, options.mib // options.shard_mib)
+    folder.mkdir()
+    written = timed(lambda: disk_write(folder, files, file_bytes, THREADS))
+    drop_from_cache(folder)
+    read = timed(lambda: disk_read(folder))
+    shutil.rmtree(folder)
+    return {"write": rates(files * file_bytes, *written), "read": rates(files * file_bytes, *read)}
+
+
+def measure_store(folder: Path, options: argparse.Namespace, codec: str, samples: list[Features]) -> dict[str, Any]:
+    captured_bytes = sum(sample.aux.nbytes + sample.last.nbytes for sample in samples)
+    waited: list[float] = []
+    write = lambda: waited.append(store_write(folder, samples, codec, options.hidden, options.shard_mib * MIB))
+    written = timed(write)
+    size = sum(path.stat().st_size for path in folder.glob("shard-*"))
+    drop_from_cache(folder)
+    read = timed(lambda: store_read(folder))
+    shutil.rmtree(folder)
+    return {
+        "bytes_per_captured_byte": round(size / captured_bytes, 4),
+        "write": rates(captured_bytes, *written) | {"seconds_in_add": round(waited[0], 3)},
+        "read": rates(captured_bytes, *read),
+    }
+
+
+def machine() -> dict[str, object]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cpus": os.cpu_count(),
+        "load_average": [round(load, 1) for load in os.getloadavg()],
+        "system": platform.system(),
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in DEFAULTS.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--folder", help="on the disk to measure; the system's temporary folder if not given")
+    parser.add_argument("--note", help="part of the result's name")
+    options = parser.parse_args()
+    arguments = (
+        f"--mib {options.mib} --shard-mib {options.shard_mib} --tokens {options.tokens} --hidden {options.hidden}"
+    )
+    result: dict[str, Any] = {
+        "command": f"python benchmarks/store.py {' '.join(arguments)}",
+        "machine": machine(),
+        "versions": versions(),
+        "threads": THREADS,
+        "hash_gb_per_second": round(256 * MIB / GB / timed(lambda: hashlib.blake2b(bytes(256 * MIB)))[0], 2),
+        "figures": {},
+    }
+    samples = captured(options.tokens, options.hidden, options.mib * MIB)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        result["figures"]["disk"] = measure_disk(Path(folder) / "disk", options)
+        for codec in CODECS:
+            result["figures"][codec] = measure_store(Path(folder) / codec, options, codec, samples)
+    for name, figures in result["figures"].items():
+        print(name, json.dumps(figures))
+    RESULTS.mkdir(exist_ok=True)
+    name = f"store_{options.note}.json" if options.note else "store.json"
+    (RESULTS / name).write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Writes a store: shards by a few threads, so that what captures the states need not wait for the disk.
+
+A shard is written aside, synced, renamed, its folder synced, and only then, once all before it have been, entered in
+the ledger. Whatever is cut short before that does not exist for readers, and the next writer sweeps it up.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, replace
+from io import FileIO
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from draftsmith.errors import StoreError
+from draftsmith.records import Features
+from draftsmith.store.ledger import LEDGER, Entry, append_entry, cut_torn_line, read_ledger, write_ledger
+from draftsmith.store.manifest import MANIFEST, NOTES, Manifest, read_manifest, refuse_differences, write_manifest
+from draftsmith.store.shard_file import misfit, write_shard
+from draftsmith.store.shards import predict_bytes
+
+LOCK = ".lock"
+THREADS = min(8, max(2, (os.cpu_count() or 1) // 2))  # at most as many shards are in memory, and the one being filled
+_SHARD = re.compile(r"shard-(\d+)\.safetensors")
+
+
+class StoreWriter:
+    """Adds samples to a store, one writer at a time. Use `StoreWriter.open`.
+
+    Attributes:
+        committed: tokens by id of the samples that are safely on disk, as of the last `add` or `flush`.
+        lost: shards of the ledger that were found cut short or gone; their samples are to be added again.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, shard_bytes: int) -> None:
+        self.folder, self.manifest, self.shard_bytes = folder, manifest, shard_bytes
+        entries, self.lost = _recover(folder)
+        self.committed = {
+            id: length for entry in entries for id, length in zip(entry.sample_ids, entry.lengths, strict=True)
+        }
+        self._next_number = 1 + max((_shard_number(entry.shard) for entry in entries), default=-1)
+        self._added = set(self.committed)
+        self._pending: list[Features] = []
+        self._pending_bytes = 0
+        self._under_way: deque[tuple[str, Future[Entry]]] = deque()  # shards that are not known to be in the ledger
+        self._abandon = threading.Event()
+        # One core for each: with many shards under way, sharing out a single copy has only costs.
+        self._threads = ThreadPoolExecutor(THREADS, "shard", initializer=torch.set_num_threads, initargs=(1,))
+
+    @classmethod
+    @contextmanager
+    def open(cls, folder: Path, manifest: Manifest, shard_bytes: int) -> Iterator[Self]:
+        """Begin a store, or go on with the one there.
+
+        When the block ends well, everything added is committed. When it ends with an error, the shards that were full
+        are; after KeyboardInterrupt those under way are given up.
+
+        Args:
+            folder: the store's folder, made if it is not there.
+            manifest: what the samples to come are of; must agree with that of the store there.
+            shard_bytes: size from which a shard is closed.
+
+        Raises:
+            StoreError: another writer has the folder; the store there is of something else, naming the field; its
+                manifest or ledger is damaged; or the file system refuses.
+        """
+        with _file_system(folder, "cannot be opened for writing"):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = open(folder / LOCK, "ab+", buffering=0)  # noqa: SIM115 - held for as long as the block runs
+        with lock:
+            with _file_system(folder, "cannot be opened for writing"):
+                _take(lock, folder)
+                writer = cls(folder, _begin_or_continue(folder, manifest), shard_bytes)
+            cores = torch.get_num_threads()
+            try:
+                yield writer
+                writer.flush()
+            except KeyboardInterrupt:
+                writer._abandon.set()
+                raise
+            finally:
+                writer._threads.shutdown()
+                torch.set_num_threads(cores)  # for threads to come, which take over what was set last
+
+    def record_parity(self, parity: dict[str, Any]) -> None:
+        """Note in the manifest how the engine's states compare with the reference."""
+        self.manifest = replace(self.manifest, parity=parity)
+        with self._writing(MANIFEST):
+            write_manifest(self.folder, self.manifest)
+
+    def add(self, samples: Sequence[Features]) -> bool:
+        """Take samples, none of them divided between shards, and begin to write a shard if it is full.
+
+        Their tensors must stay as they are until they are committed. Waits only while `THREADS` shards are being
+        written.
+
+        Returns:
+            Whether more is committed than there was after the last `add` or `flush`. That everything is, only `flush`
+            makes sure of.
+
+        Raises:
+            StoreError: a sample's tensors do not fit the manifest, it is there already, or the file system refuses,
+                perhaps what was added earlier.
+        """
+        before = len(self.committed)
+        for sample in samples:
+            self._refuse_misfit(sample)
+            self._added.add(sample.id)
+            self._pending.append(sample)
+            self._pending_bytes += self._predict_bytes(sample)
+        if self._pending_bytes >= self.shard_bytes:
+            self._begin_shard()
+        self._take_committed(THREADS)
+        return len(self.committed) > before
+
+    def flush(self) -> None:
+        """Commit what is pending as a shard, however small, and wait until everything added is on disk."""
+        if self._pending:
+            self._begin_shard()
+        self._take_committed(at_most=0)
+
+    def _begin_shard(self) -> None:
+        self._take_committed(THREADS - 1)
+        name = f"shard-{self._next_number:05d}.safetensors"
+        before = self._under_way[-1][1] if self._under_way else None
+        self._under_way.append((name, self._threads.submit(self._commit, name, self._pending, before)))
+        self._next_number += 1
+        self._pending, self._pending_bytes = [], 0
+
+    def _commit(self, name: str, samples: list[Features], before: Future[Entry] | None) -> Entry:
+        """In a thread: write a shard, and enter it in the ledger after the one before, unless that fails."""
+        entry = write_shard(self.folder / name, samples, self.manifest.codec, self._abandon)
+        if before is not None:
+            before.result()
+        append_entry(self.folder, entry)
+        return entry
+
+    def _take_committed(self, at_most: int) -> None:
+        """Note which shards are in the ledger by now; wait until at most so many are not.
+
+        Raises what kept the first of them from it, now and ever after.
+        """
+        while self._under_way and (len(self._under_way) > at_most or self._under_way[0][1].done()):
+            name, shard = self._under_way[0]
+            with self._writing(name):
+                entry = shard.result()
+            self.committed.update(zip(entry.sample_ids, entry.lengths, strict=True))
+            self._under_way.popleft()
+
+    def _predict_bytes(self, sample: Features) -> int:
+        return predict_bytes(
+            [len(sample.input_ids)],
+            aux_layers=len(self.manifest.aux_layer_ids),
+            hidden_size=self.manifest.hidden_size,
+            codec=self.manifest.codec,
+        )
+
+    def _refuse_misfit(self, sample: Features) -> None:
+        found = {name: getattr(sample, name) for name in ("input_ids", "loss_mask", "aux", "last")}
+        problem = misfit(found, len(sample.input_ids), self.manifest)
+        if sample.id in self._added:
+            problem = "is in the store already"
+        if problem:
+            raise StoreError(problem, where=f"{self.folder}, sample {sample.id}")
+
+    def _writing(self, name: str) -> AbstractContextManager[None]:
+        return _file_system(self.folder, f"{name} cannot be written", safe=len(self.committed))
+
+
+def _begin_or_continue(folder: Path, manifest: Manifest) -> Manifest:
+    """The manifest that holds from here on: the one there, if it agrees."""
+    if (folder / MANIFEST).exists():
+        there = read_manifest(folder)
+        refuse_differences(folder, there, {k: v for k, v in asdict(manifest).items() if k not in NOTES})
+        return there
+    if any(_SHARD.fullmatch(path.name) for path in folder.iterdir()):
+        raise StoreError(
+            "holds shards, and no manifest that says what they are of",
+            where=str(folder),
+            hint=f"restore {MANIFEST} from a copy, or delete the folder",
+        )
+    write_ledger(folder, [])
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def _recover(folder: Path) -> tuple[list[Entry], list[str]]:
+    """Sweep up after a crash: the entries that stand, and the names of the shards that the disk no longer has."""
+    entries, whole_bytes = read_ledger(folder)
+    if (folder / LEDGER).stat().st_size > whole_bytes:
+        cut_torn_line(folder, whole_bytes)
+    standing = [entry for entry in entries if _size(folder / entry.shard) == entry.bytes]
+    if len(standing) < len(entries):
+        write_ledger(folder, standing)
+    names = {entry.shard for entry in standing}
+    for path in folder.iterdir():
+        if path.name.endswith(".partial") or (_SHARD.fullmatch(path.name) and path.name not in names):
+            path.unlink()
+    return standing, [entry.shard for entry in entries if entry.shard not in names]
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.exists() else None
+
+
+def _shard_number(name: str) -> int:
+    match = _SHARD.fullmatch(name)
+    return int(match[1]) if match else -1
+
+
+def _take(lock: FileIO, folder: Path) -> None:
+    """Hold the folder for this process; the system lets go of it when the process ends, however it ends."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        raise StoreError(
+            f"is being written by {lock.read().decode().strip() or 'another process'}",
+            where=str(folder),
+            hint="wait for it, or stop it; what it has committed stays",
+        ) from error
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+
+@contextmanager
+def _file_system(folder: Path, problem: str, safe: int | None = None) -> Iterator[None]:
+    """Turn what the file system refuses into a StoreError that says what is safe."""
+    try:
+        yield
+    except OSError as error:
+        kept = "" if safe is None else f"; the {safe:,} samples in its ledger are safe"
+        raise StoreError(
+            f"{problem}: {error}{kept}",
+            where=str(folder),
+            hint="make room or set its permissions right; the same command goes on from there",
+        ) from error
