@@ -13,7 +13,7 @@ def draftsmith(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_help_names_every_stage():
     text = draftsmith("--help").stdout
-    for word in ("run", "probe", "prepare", "extract", "train", "evaluate", "export", "serve"):
+    for word in ("run", "probe", "prepare", "extract", "train", "evaluate", "export", "serve", "report"):
         assert word in text
 
 
@@ -25,6 +25,7 @@ def test_help_names_every_stage():
         (["train", "absent.yaml"], "there is no such recipe"),
         (["train", "--nonsense", "a.yaml"], "--nonsense"),
         (["probe", "/no/such/folder"], "/no/such/folder"),
+        (["report", "/no/such/folder"], "/no/such/folder: is not the folder of a run"),
     ],
 )
 def test_a_wrong_request_is_one_clear_line_and_exit_code_2(arguments, says):

@@ -197,6 +197,23 @@ def serve(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = F
 
 
 @app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN|RECIPE", help="Folder of a run, or its recipe")],
+    overrides: Overrides = None,
+    as_json: Json = False,
+    against: Annotated[Path | None, typer.Option(help="Folder of another run, to compare with")] = None,
+) -> None:
+    """Write one HTML page on a run, finished or not, and print its figures."""
+    from draftsmith import recipe as recipes
+    from draftsmith.report import write_report
+
+    if run.suffix in (".yaml", ".yml"):
+        loaded = recipes.load(run, overrides or [])
+        run, against = loaded.folder, against or loaded.report.against
+    _print(write_report(run, against), as_json)
+
+
+@app.command()
 def recipe() -> None:
     """Print every setting with its default and meaning."""
     from draftsmith.recipe import describe

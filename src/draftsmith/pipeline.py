@@ -11,10 +11,11 @@ from typing import Any
 
 from draftsmith import __version__
 from draftsmith.errors import DraftsmithError, Interrupted, MissingInputError, StaleError
+from draftsmith.machine import describe_machine
 from draftsmith.recipe import Recipe
 from draftsmith.rundir import INPUTS, STAGES, RunPaths, append_event, hash_file, hash_json, write_json
 
-ALWAYS = ("serve",)  # a command line costs nothing to find again
+ALWAYS = ("serve", "report")  # a command line and a page cost nothing to make again
 
 
 def run_all(recipe: Recipe, *, redo: bool = False) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def run_stage(stage: str, recipe: Recipe, *, redo: bool = False) -> dict[str, An
     resuming = state is not None
     started = time.time()
     record: dict[str, Any] = {"status": "running", "fingerprint": wanted, "version": __version__}
+    record["machine"] = describe_machine()
     write_json(paths.stage_file(stage), record)
     append_event(paths, stage, "resumed" if resuming else "started")
     try:

@@ -223,6 +223,12 @@ class Serve(Section):
     tensor_parallel_size: PositiveInt = 1
 
 
+class Report(Section):
+    """The page on the run."""
+
+    against: Annotated[Path | None, Free] = Field(None, description="Folder of another run, to compare with")
+
+
 class Recipe(Section):
     """A whole run."""
 
@@ -237,6 +243,7 @@ class Recipe(Section):
     evaluate: Evaluate = Evaluate()
     export: Export = Export()
     serve: Serve = Serve()
+    report: Report = Report()
 
     @property
     def folder(self) -> Path:

@@ -9,6 +9,7 @@ RUN/
   train/checkpoints/      step-00000500/ …, complete or absent
   evaluate/acceptance.json
   export/vllm/ export/sglang/
+  report/report.html      and recipe.yaml, the settings on record
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 from draftsmith.errors import MissingInputError
 
-STAGES = ("probe", "prepare", "extract", "train", "evaluate", "export", "serve")
+STAGES = ("probe", "prepare", "extract", "train", "evaluate", "export", "serve", "report")
 
 # What each stage reads of the earlier ones. The target itself reaches every stage through the probe.
 INPUTS: dict[str, tuple[str, ...]] = {
@@ -37,6 +38,7 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "evaluate": ("probe", "prepare", "extract", "train"),
     "export": ("probe", "prepare", "train"),
     "serve": ("probe", "export"),
+    "report": (),  # it shows what there is
 }
 
 

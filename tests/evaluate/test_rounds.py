@@ -37,8 +37,8 @@ def test_acceptance_is_told_by_domain_and_by_position() -> None:
     texts = [text([3, 3], domain="a", first=254), text([0], domain="b", first=600)]
     found = summarise("x", texts, num_speculative_tokens=3, seed=0).extra
     assert found["by_domain"] == {
-        "a": {"mean_acceptance_length": 4, "rounds": 2},
-        "b": {"mean_acceptance_length": 1, "rounds": 1},
+        "a": {"mean_acceptance_length": 4, "rounds": 2, "confidence_95": (1, 4)},
+        "b": {"mean_acceptance_length": 1, "rounds": 1, "confidence_95": (1, 4)},
     }
     assert list(found["by_position"]) == ["0-255", "256-511", "512-1023"]
     assert [bucket["rounds"] for bucket in found["by_position"].values()] == [1, 1, 1]
@@ -57,6 +57,16 @@ def test_the_interval_holds_the_mean_and_is_the_same_every_time() -> None:
     low, high = confidence_95(texts, 3, seed=1)
     assert low < summarise("x", texts, 3, seed=1).mean_acceptance_length < high
     assert confidence_95(texts, 3, seed=1) == (low, high)
+
+
+def test_each_rate_has_an_interval_of_its_own() -> None:
+    texts = [text([i % 4, 1, 0], conversation=str(i), domain="ab"[i % 2]) for i in range(30)]
+    found = summarise("x", texts, 3, seed=1)
+    for rate, (low, high) in zip(found.per_position, found.extra["per_position_95"], strict=True):
+        assert 0 <= low < rate < high <= 1
+    for name, figures in found.extra["by_domain"].items():
+        assert figures["confidence_95"] == confidence_95([one for one in texts if one.domain == name], 3, seed=1)
+    assert summarise("x", [text([0, 3])], 3, seed=0).extra["per_position_95"] == [(0, 1)] * 3
 
 
 def test_conversations_that_agree_leave_no_spread() -> None:

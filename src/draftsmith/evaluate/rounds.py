@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +55,8 @@ def summarise(name: str, texts: list[Rounds], num_speculative_tokens: int, seed:
             "rounds": len(accepted),
             "mean_accepted_tokens": share(sum(accepted), len(accepted)),
             "conditional_per_position": conditional(joint),
-            "by_domain": _by(texts, lambda text, start: text.domain),
+            "per_position_95": [_rate_95(texts, k, seed) for k in range(num_speculative_tokens)],
+            "by_domain": _by_domain(texts, num_speculative_tokens, seed),
             "by_position": _by(texts, lambda text, start: position_bucket(start)),
         },
     )
@@ -76,17 +78,27 @@ def confidence_95(texts: list[Rounds], num_speculative_tokens: int, seed: int) -
 
     Fewer than two conversations say nothing of the spread: then the interval is all that is possible, 1 to 1 + K.
     """
+    low, high = _mean_95(texts, lambda accepted: accepted, num_speculative_tokens, seed)
+    return 1 + low, 1 + high
+
+
+def _rate_95(texts: list[Rounds], k: int, seed: int) -> tuple[float, float]:
+    """The same of the share of rounds in which draft token k and all before it are accepted."""
+    return _mean_95(texts, lambda accepted: accepted > k, 1, seed)
+
+
+def _mean_95(texts: list[Rounds], value: Callable[[int], int], most: int, seed: int) -> tuple[float, float]:
+    """Of the mean over rounds of `value(accepted)`, which is between 0 and `most`."""
     sums: dict[str, tuple[int, int]] = {}
     for text in texts:
         if text.accepted:
-            drafts, rounds = sums.get(text.conversation_id, (0, 0))
-            sums[text.conversation_id] = drafts + sum(text.accepted), rounds + len(text.accepted)
+            total, rounds = sums.get(text.conversation_id, (0, 0))
+            sums[text.conversation_id] = total + sum(map(value, text.accepted)), rounds + len(text.accepted)
     if len(sums) < 2:
-        return 1.0, 1.0 + num_speculative_tokens
-    drafts, rounds = np.array(list(sums.values())).T
+        return 0.0, float(most)
+    totals, counts = np.array(list(sums.values())).T
     draws = np.random.default_rng(seed).integers(len(sums), size=(BOOTSTRAP_DRAWS, len(sums)))
-    lengths = 1 + drafts[draws].sum(1) / rounds[draws].sum(1)
-    low, high = np.percentile(lengths, [2.5, 97.5])
+    low, high = np.percentile(totals[draws].sum(1) / counts[draws].sum(1), [2.5, 97.5])
     return float(low), float(high)
 
 
@@ -96,6 +108,14 @@ def share(part: float, whole: float) -> float:
 
 def share_or_none(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+def _by_domain(texts: list[Rounds], num_speculative_tokens: int, seed: int) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {**_by(texts, lambda text, start: text.domain)}
+    for name, figures in found.items():
+        own = [text for text in texts if text.domain == name]
+        figures["confidence_95"] = confidence_95(own, num_speculative_tokens, seed)
+    return found
 
 
 def _by(texts: list[Rounds], key: Callable[[Rounds, int], str]) -> dict[str, dict[str, float]]:

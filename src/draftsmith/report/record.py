@@ -1,0 +1,171 @@
+"""What a run's files say, read as far as they can be: what is not there is absent, what is damaged is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.corpus import corpus_lengths
+from draftsmith.errors import DraftsmithError, RequestError
+from draftsmith.rundir import STAGES, RunPaths
+from draftsmith.store.manifest import MANIFEST, read_manifest
+
+SHOWN = tuple(stage for stage in STAGES if stage != "report")
+BEGUN, ENDED = ("started", "resumed"), ("done", "failed", "interrupted")
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """One stage as stage.json and events.jsonl have it."""
+
+    name: str
+    status: str  # "done", "failed", "interrupted", "in work, or killed", "damaged", "not done"
+    report: dict[str, Any]  # empty until it is done
+    settings: dict[str, Any]  # by section, as in the fingerprint
+    version: str | None  # of draftsmith
+    machine: dict[str, Any]
+    stopped: int  # attempts that did not reach the end
+    seconds: float | None  # of all attempts whose end is on record
+    error: str | None  # of the last attempt
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its files have it."""
+
+    root: Path
+    stages: dict[str, StageRecord]
+    metrics: list[dict[str, Any]]  # lines of train/metrics.jsonl
+    acceptance: dict[str, Any]
+    manifest: dict[str, Any]  # of the store
+    lengths_tokens: list[int]  # of the corpus, by sample
+    rehearsal: dict[str, Any]
+    damaged: list[str]  # a sentence each
+
+    @property
+    def done(self) -> int:
+        return sum(stage.status == "done" for stage in self.stages.values())
+
+
+def read_run(root: Path) -> RunRecord:
+    """Read a run's folder.
+
+    Raises:
+        RequestError: it is not one.
+    """
+    paths = RunPaths(root)
+    if not paths.events.exists() and not any(paths.stage_file(stage).exists() for stage in STAGES):
+        raise RequestError(
+            "is not the folder of a run: it has no events.jsonl and no stage",
+            where=str(root),
+            hint="give the folder that `draftsmith run` names, runs/NAME, or the recipe",
+        )
+    reader = _Reader(root)
+    events = reader.lines(paths.events)
+    return RunRecord(
+        root=root,
+        stages={stage: _stage(stage, reader, paths, events) for stage in SHOWN},
+        metrics=reader.lines(paths.stage("train") / "metrics.jsonl"),
+        acceptance=reader.document(paths.acceptance),
+        manifest=reader.translated(paths.store / MANIFEST, lambda: vars(read_manifest(paths.store))) or {},
+        lengths_tokens=reader.translated(paths.corpus, lambda: list(corpus_lengths(paths.corpus).values())) or [],
+        rehearsal=reader.document(root / "rehearsal" / "rehearsal.json"),
+        damaged=reader.damaged,
+    )
+
+
+@dataclass
+class _Reader:
+    """Reads files of a run and collects what is wrong with them."""
+
+    root: Path
+    damaged: list[str] = field(default_factory=list)
+
+    def document(self, path: Path) -> dict[str, Any]:
+        """A file that holds one JSON object; empty if it is absent or damaged."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            self._note(path, f"is damaged: {error}")
+            return {}
+        if not isinstance(data, dict):
+            self._note(path, f"is damaged: a JSON object is expected, not {type(data).__name__}")
+            return {}
+        return data
+
+    def lines(self, path: Path) -> list[dict[str, Any]]:
+        """The whole lines of a file of JSON lines. One that a crash cut short is passed over and counted."""
+        try:
+            texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self._note(path, f"cannot be read: {error}")
+            return []
+        found = [line for text in texts if (line := _json_object(text)) is not None]
+        if lost := len(texts) - len(found):
+            self._note(path, f"{lost} of {len(texts)} lines are not whole; they are passed over")
+        return found
+
+    def translated(self, path: Path, read: Callable[[], Any]) -> Any:
+        """What `read` makes of a file that has a reader of its own; None if it is absent or damaged."""
+        if not path.exists():
+            return None
+        try:
+            return read()
+        except DraftsmithError as error:
+            self._note(path, error.what)
+        except (OSError, ValueError) as error:
+            self._note(path, f"is damaged: {error}")
+        return None
+
+    def _note(self, path: Path, problem: str) -> None:
+        self.damaged.append(f"{path.relative_to(self.root)} {problem}")
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _stage(name: str, reader: _Reader, paths: RunPaths, events: list[dict[str, Any]]) -> StageRecord:
+    file = paths.stage_file(name)
+    noted = len(reader.damaged)
+    state = reader.document(file)
+    own = [event for event in events if event.get("stage") == name]
+    redone = max((i for i, event in enumerate(own) if event.get("event") == "redo"), default=-1)
+    own = own[redone + 1 :]
+    ends = [event for event in own if event.get("event") in ENDED]
+    attempts = [event for event in own if event.get("event") in BEGUN]
+    if not state:
+        status = "damaged" if len(reader.damaged) > noted else "not done"
+    elif state.get("status") == "done":
+        status = "done"
+    else:
+        last = own[-1].get("event") if own else None
+        status = last if last in ENDED and last != "done" else "in work, or killed"
+    report = state.get("report")
+    measured = [event["seconds"] for event in ends if isinstance(event.get("seconds"), int | float)]
+    return StageRecord(
+        name=name,
+        status=status,
+        report=report if isinstance(report, dict) else {},
+        settings=_dict(_dict(state.get("fingerprint")).get("settings")),
+        version=state.get("version"),
+        machine=_dict(state.get("machine")),
+        stopped=len(attempts) - sum(event.get("event") == "done" for event in ends),
+        seconds=sum(measured) if measured else _dict(report).get("seconds"),
+        error=ends[-1].get("error") if ends and status == "failed" else None,
+    )
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
