@@ -16,6 +16,7 @@ import typer
 
 from draftsmith import __version__
 from draftsmith.errors import DraftsmithError
+from draftsmith.store.commands import app as store_app
 
 app = typer.Typer(
     name="draftsmith",
@@ -26,6 +27,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(store_app)
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file that describes the run")]
 Overrides = Annotated[

@@ -1,7 +1,14 @@
 """The ledger of a store: one line per committed shard. What is not in it does not exist.
 
-A line is JSON that carries the checksum of its own entry, in one canonical spelling, so that every flipped bit shows.
-A last line without its newline is what a crash cut short: readers pass over it, and the next writer cuts it off.
+    {"checksum": …, "line": 1, "after": null, "entry": {…}}
+
+A line is JSON in one canonical spelling that carries its number, the checksum of the line before it, and its own, of
+all that: every flipped bit shows, and so does a line removed, doubled, moved or edited. A last line without its
+newline is what a crash cut short: readers pass over it, and the next writer cuts it off. That whole lines are gone
+from the end shows in shards that no line names, which is also what a crash leaves: `check.py` reports them.
+
+In format 1, a line has its entry and the checksum of that alone, and the entry has `blake2b` in place of `digest`. The
+first line of format 2 comes after the last of those.
 """
 
 from __future__ import annotations
@@ -26,61 +33,99 @@ class Entry:
 
     shard: str  # file name
     bytes: int
-    blake2b: str
+    digest: str  # "xxh3_128:…", or "blake2b:…" as format 1 had it
     sample_ids: list[str]
     domains: list[str]
     splits: list[str]
     lengths: list[int]  # tokens
 
 
-def read_ledger(folder: Path) -> tuple[list[Entry], int]:
-    """The entries in the order committed, and the size in bytes of the part of the file that is whole.
+@dataclass(frozen=True)
+class _Line:
+    checksum: str
+    number: int | None  # None in format 1
+    after: str | None
+    entry: Entry
 
-    Raises:
-        StoreError: there is no ledger, or a line of it is damaged.
+
+@dataclass
+class Ledger:
+    """What is in the file.
+
+    Attributes:
+        entries: in the order committed.
+        whole_bytes: of the part of the file that is whole.
+        last_checksum: of the last line.
     """
-    try:
-        data = (folder / LEDGER).read_bytes()
-    except FileNotFoundError as error:
-        raise StoreError(
-            "is not there, so nothing beside it can be trusted",
-            where=str(folder / LEDGER),
-            hint="restore the file from a copy, or delete the whole folder and extract again",
-        ) from error
-    except OSError as error:
-        raise StoreError(f"cannot be read: {error}", where=str(folder / LEDGER)) from error
-    *lines, torn = data.split(b"\n")
-    entries = [_decode(line) for line in lines]
-    damaged = [number for number, entry in enumerate(entries, start=1) if entry is None]
+
+    folder: Path
+    entries: list[Entry]
+    whole_bytes: int = 0
+    last_checksum: str | None = None
+
+    def append(self, entry: Entry) -> None:
+        """Add one line and wait until it is on disk. The file must exist and end with a whole line."""
+        line, checksum = _encode(entry, len(self.entries) + 1, self.last_checksum)
+        with open(self.folder / LEDGER, "ab") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        self.entries.append(entry)
+        self.whole_bytes += len(line)
+        self.last_checksum = checksum
+
+
+def read_ledger(folder: Path) -> Ledger:
+    """Raises StoreError if there is no ledger, or a line of it is damaged."""
+    lines, torn = _lines(folder)
+    entries: list[Entry] = []
+    last: str | None = None
+    for number, text in enumerate(lines, start=1):
+        line = _decode(text)
+        if line is None:
+            raise _damaged(folder, f"line {number} is damaged")
+        if line.number is not None and (line.number, line.after) != (number, last):
+            raise _damaged(folder, f"line {number} does not follow the one before: some were removed, doubled or moved")
+        entries.append(line.entry)
+        last = line.checksum
     if _decode(torn[:-1]) is not None:  # a whole line, of which only the newline is not what it was
-        damaged.append(len(lines) + 1)
-    if damaged:
-        raise StoreError(
-            f"line {damaged[0]} is damaged",
-            where=str(folder / LEDGER),
-            hint="restore the file from a copy, or delete that line: only the samples of its shard are extracted again",
-        )
-    return [entry for entry in entries if entry is not None], len(data) - len(torn)
+        raise _damaged(folder, f"line {len(lines) + 1} is damaged")
+    return Ledger(folder, entries, sum(len(line) + 1 for line in lines), last)
 
 
-def append_entry(folder: Path, entry: Entry) -> None:
-    """Add one line and wait until it is on disk. The file must exist and end with a whole line."""
-    with open(folder / LEDGER, "ab") as file:
-        file.write(_encode(dataclasses.asdict(entry)))
-        file.flush()
-        os.fsync(file.fileno())
+def salvage_ledger(folder: Path) -> tuple[list[Entry], list[str]]:
+    """The entry of every line that is whole, each shard once, and what is wrong with the rest."""
+    lines, torn = _lines(folder)
+    entries: dict[str, Entry] = {}
+    problems = []
+    for number, text in enumerate(lines, start=1):
+        line = _decode(text)
+        if line is None:
+            problems.append(f"line {number} is damaged")
+        elif line.entry.shard in entries:
+            problems.append(f"line {number} is there twice")
+        else:
+            entries[line.entry.shard] = line.entry
+    return list(entries.values()), [*problems, *(["the last line was cut short"] if torn else [])]
 
 
-def write_ledger(folder: Path, entries: list[Entry]) -> None:
+def write_ledger(folder: Path, entries: list[Entry]) -> Ledger:
     """Replace the whole ledger at once."""
+    ledger = Ledger(folder, list(entries))
+    text = b""
+    for number, entry in enumerate(entries, start=1):
+        line, ledger.last_checksum = _encode(entry, number, ledger.last_checksum)
+        text += line
+    ledger.whole_bytes = len(text)
     with atomic_path(folder / LEDGER) as aside:
-        aside.write_bytes(b"".join(_encode(dataclasses.asdict(entry)) for entry in entries))
+        aside.write_bytes(text)
+    return ledger
 
 
-def cut_torn_line(folder: Path, whole_bytes: int) -> None:
-    """Drop what follows the first `whole_bytes` of the ledger."""
-    with open(folder / LEDGER, "rb+") as file:
-        file.truncate(whole_bytes)
+def cut_torn_line(ledger: Ledger) -> None:
+    """Drop what follows the part of the file that is whole."""
+    with open(ledger.folder / LEDGER, "rb+") as file:
+        file.truncate(ledger.whole_bytes)
         os.fsync(file.fileno())
 
 
@@ -92,15 +137,47 @@ def checksum(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _encode(entry: dict[str, Any]) -> bytes:
-    body = canonical_json(entry)
-    return f'{{"checksum": "{checksum(body)}", "entry": {body}}}\n'.encode()
-
-
-def _decode(line: bytes) -> Entry | None:
-    """The entry of a line without its newline; None unless the line is what `_encode` writes, byte for byte."""
+def _lines(folder: Path) -> tuple[list[bytes], bytes]:
+    """The lines, and what follows the last newline."""
     try:
-        entry = json.loads(line)["entry"]
-        return Entry(**entry) if _encode(entry) == line + b"\n" else None
+        *lines, torn = (folder / LEDGER).read_bytes().split(b"\n")
+    except FileNotFoundError as error:
+        raise StoreError(
+            "is not there, so nothing beside it can be trusted",
+            where=str(folder / LEDGER),
+            hint="restore the file from a copy, or delete the whole folder and extract again",
+        ) from error
+    except OSError as error:
+        raise StoreError(f"cannot be read: {error}", where=str(folder / LEDGER)) from error
+    return lines, torn
+
+
+def _damaged(folder: Path, problem: str) -> StoreError:
+    return StoreError(
+        problem,
+        where=str(folder / LEDGER),
+        hint=f"`draftsmith store repair {folder}` keeps the shards whose lines are whole; the rest is extracted again",
+    )
+
+
+def _encode(entry: Entry, number: int, after: str | None) -> tuple[bytes, str]:
+    """A line, and its checksum."""
+    body = canonical_json({"line": number, "after": after, "entry": dataclasses.asdict(entry)})
+    return f'{{"checksum": "{checksum(body)}", {body[1:]}\n'.encode(), checksum(body)
+
+
+def _decode(text: bytes) -> _Line | None:
+    """A line without its newline; None unless it is, byte for byte, what is written."""
+    try:
+        data = json.loads(text)
+        entry = data["entry"]
+        if "blake2b" in entry:
+            whole = canonical_json({"checksum": checksum(canonical_json(entry)), "entry": entry}).encode() == text
+            digest = entry.pop("blake2b")
+            line = _Line(data["checksum"], None, None, Entry(**entry, digest=f"blake2b:{digest}"))
+        else:
+            line = _Line(data["checksum"], data["line"], data["after"], Entry(**entry))
+            whole = _encode(line.entry, data["line"], line.after) == (text + b"\n", line.checksum)
     except (ValueError, KeyError, TypeError):
         return None
+    return line if whole else None

@@ -14,7 +14,8 @@ from draftsmith.rundir import write_text
 from draftsmith.store.ledger import canonical_json, checksum
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)  # they differ in the ledger's lines alone
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Manifest:
     format: int = FORMAT
 
 
-NOTES = ("model", "draftsmith_version", "parity")
+NOTES = ("model", "draftsmith_version", "parity", "format")
 
 
 def identity(facts: TargetFacts) -> dict[str, Any]:
@@ -70,9 +71,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise StoreError(f"is damaged: {error}", where=where, hint=again) from error
     if not whole:
         raise StoreError("is damaged: its checksum does not fit", where=where, hint=again)
-    if data["format"] != FORMAT:
+    if data["format"] not in READABLE:
         raise StoreError(
-            f"is of format {data['format']}, and this version of draftsmith reads format {FORMAT}",
+            f"is of format {data['format']}, and this version of draftsmith reads up to format {FORMAT}",
             where=where,
             hint=f"use draftsmith {data['draftsmith_version']}, which wrote it",
         )

@@ -69,8 +69,7 @@ class Store:
         """
         manifest = read_manifest(folder)
         refuse_differences(folder, manifest, expect or {})
-        entries, _ = read_ledger(folder)
-        store = cls(folder, manifest, entries)
+        store = cls(folder, manifest, read_ledger(folder).entries)
         if len(set(store.sample_ids)) < len(store.sample_ids):
             raise StoreError("its ledger has a sample twice", where=str(folder), hint="delete the store; extract again")
         return store

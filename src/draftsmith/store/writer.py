@@ -6,17 +6,13 @@ the ledger. Whatever is cut short before that does not exist for readers, and th
 
 from __future__ import annotations
 
-import fcntl
 import os
-import re
-import socket
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
-from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,14 +20,21 @@ import torch
 
 from draftsmith.errors import StoreError
 from draftsmith.records import Features
-from draftsmith.store.ledger import LEDGER, Entry, append_entry, cut_torn_line, read_ledger, write_ledger
-from draftsmith.store.manifest import MANIFEST, NOTES, Manifest, read_manifest, refuse_differences, write_manifest
+from draftsmith.store.folder import file_system, shard_name, shard_number, shards_in, sole_writer
+from draftsmith.store.ledger import LEDGER, Entry, Ledger, cut_torn_line, read_ledger, write_ledger
+from draftsmith.store.manifest import (
+    FORMAT,
+    MANIFEST,
+    NOTES,
+    Manifest,
+    read_manifest,
+    refuse_differences,
+    write_manifest,
+)
 from draftsmith.store.shard_file import misfit, write_shard
 from draftsmith.store.shards import predict_bytes
 
-LOCK = ".lock"
 THREADS = min(8, max(2, (os.cpu_count() or 1) // 2))  # at most as many shards are in memory, and the one being filled
-_SHARD = re.compile(r"shard-(\d+)\.safetensors")
 
 
 class StoreWriter:
@@ -44,11 +47,12 @@ class StoreWriter:
 
     def __init__(self, folder: Path, manifest: Manifest, shard_bytes: int) -> None:
         self.folder, self.manifest, self.shard_bytes = folder, manifest, shard_bytes
-        entries, self.lost = _recover(folder)
+        self._ledger, self.lost = _recover(folder)
+        entries = list(self._ledger.entries)
         self.committed = {
             id: length for entry in entries for id, length in zip(entry.sample_ids, entry.lengths, strict=True)
         }
-        self._next_number = 1 + max((_shard_number(entry.shard) for entry in entries), default=-1)
+        self._next_number = 1 + max((shard_number(entry.shard) or 0 for entry in entries), default=-1)
         self._added = set(self.committed)
         self._pending: list[Features] = []
         self._pending_bytes = 0
@@ -74,12 +78,8 @@ class StoreWriter:
             StoreError: another writer has the folder; the store there is of something else, naming the field; its
                 manifest or ledger is damaged; or the file system refuses.
         """
-        with _file_system(folder, "cannot be opened for writing"):
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = open(folder / LOCK, "ab+", buffering=0)  # noqa: SIM115 - held for as long as the block runs
-        with lock:
-            with _file_system(folder, "cannot be opened for writing"):
-                _take(lock, folder)
+        with sole_writer(folder):
+            with file_system(folder, "cannot be opened for writing"):
                 writer = cls(folder, _begin_or_continue(folder, manifest), shard_bytes)
             cores = torch.get_num_threads()
             try:
@@ -131,7 +131,7 @@ class StoreWriter:
 
     def _begin_shard(self) -> None:
         self._take_committed(THREADS - 1)
-        name = f"shard-{self._next_number:05d}.safetensors"
+        name = shard_name(self._next_number)
         before = self._under_way[-1][1] if self._under_way else None
         self._under_way.append((name, self._threads.submit(self._commit, name, self._pending, before)))
         self._next_number += 1
@@ -142,7 +142,7 @@ class StoreWriter:
         entry = write_shard(self.folder / name, samples, self.manifest.codec, self._abandon)
         if before is not None:
             before.result()
-        append_entry(self.folder, entry)
+        self._ledger.append(entry)
         return entry
 
     def _take_committed(self, at_most: int) -> None:
@@ -174,7 +174,7 @@ class StoreWriter:
             raise StoreError(problem, where=f"{self.folder}, sample {sample.id}")
 
     def _writing(self, name: str) -> AbstractContextManager[None]:
-        return _file_system(self.folder, f"{name} cannot be written", safe=len(self.committed))
+        return file_system(self.folder, f"{name} cannot be written", safe=len(self.committed))
 
 
 def _begin_or_continue(folder: Path, manifest: Manifest) -> Manifest:
@@ -182,8 +182,11 @@ def _begin_or_continue(folder: Path, manifest: Manifest) -> Manifest:
     if (folder / MANIFEST).exists():
         there = read_manifest(folder)
         refuse_differences(folder, there, {k: v for k, v in asdict(manifest).items() if k not in NOTES})
+        if there.format != FORMAT:
+            there = replace(there, format=FORMAT)
+            write_manifest(folder, there)
         return there
-    if any(_SHARD.fullmatch(path.name) for path in folder.iterdir()):
+    if shards_in(folder):
         raise StoreError(
             "holds shards, and no manifest that says what they are of",
             where=str(folder),
@@ -194,54 +197,20 @@ def _begin_or_continue(folder: Path, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def _recover(folder: Path) -> tuple[list[Entry], list[str]]:
-    """Sweep up after a crash: the entries that stand, and the names of the shards that the disk no longer has."""
-    entries, whole_bytes = read_ledger(folder)
-    if (folder / LEDGER).stat().st_size > whole_bytes:
-        cut_torn_line(folder, whole_bytes)
-    standing = [entry for entry in entries if _size(folder / entry.shard) == entry.bytes]
-    if len(standing) < len(entries):
-        write_ledger(folder, standing)
-    names = {entry.shard for entry in standing}
+def _recover(folder: Path) -> tuple[Ledger, list[str]]:
+    """Sweep up after a crash: the ledger as it stands, and the names of the shards that the disk no longer has."""
+    ledger = read_ledger(folder)
+    if (folder / LEDGER).stat().st_size > ledger.whole_bytes:
+        cut_torn_line(ledger)
+    lost = [entry.shard for entry in ledger.entries if _size(folder / entry.shard) != entry.bytes]
+    if lost:
+        ledger = write_ledger(folder, [entry for entry in ledger.entries if entry.shard not in lost])
+    names = {entry.shard for entry in ledger.entries}
     for path in folder.iterdir():
-        if path.name.endswith(".partial") or (_SHARD.fullmatch(path.name) and path.name not in names):
+        if path.name.endswith(".partial") or (shard_number(path.name) is not None and path.name not in names):
             path.unlink()
-    return standing, [entry.shard for entry in entries if entry.shard not in names]
+    return ledger, lost
 
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if path.exists() else None
-
-
-def _shard_number(name: str) -> int:
-    match = _SHARD.fullmatch(name)
-    return int(match[1]) if match else -1
-
-
-def _take(lock: FileIO, folder: Path) -> None:
-    """Hold the folder for this process; the system lets go of it when the process ends, however it ends."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        raise StoreError(
-            f"is being written by {lock.read().decode().strip() or 'another process'}",
-            where=str(folder),
-            hint="wait for it, or stop it; what it has committed stays",
-        ) from error
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-
-
-@contextmanager
-def _file_system(folder: Path, problem: str, safe: int | None = None) -> Iterator[None]:
-    """Turn what the file system refuses into a StoreError that says what is safe."""
-    try:
-        yield
-    except OSError as error:
-        kept = "" if safe is None else f"; the {safe:,} samples in its ledger are safe"
-        raise StoreError(
-            f"{problem}: {error}{kept}",
-            where=str(folder),
-            hint="make room or set its permissions right; the same command goes on from there",
-        ) from error

@@ -1,0 +1,82 @@
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from draftsmith.errors import RequestError, StoreError
+from draftsmith.store.commands import app
+from draftsmith.store.copies import convert, merge
+from draftsmith.store.shards import Store
+from tests.store.random_store import assert_same, features, some_features, write_store
+
+
+def test_merged_stores_have_every_sample_of_each_and_share_its_shards(tmp_path: Path) -> None:
+    samples = some_features(9)
+    parts = [write_store(tmp_path / str(first), samples[first : first + 3]) for first in (0, 3, 6)]
+    report = merge(parts, tmp_path / "whole")
+    assert (report["samples"], report["shards"]) == (9, 6)
+    for ours, theirs in zip(Store.open(tmp_path / "whole"), samples, strict=True):
+        assert_same(ours, theirs)
+    for part in parts:
+        assert len(list(Store.open(part))) == 3
+    assert (tmp_path / "whole" / "shard-00000.safetensors").samefile(parts[0] / "shard-00000.safetensors")
+    write_store(tmp_path / "whole", [features(20, 4)])
+    assert len(list(Store.open(tmp_path / "whole"))) == 10
+
+
+def test_stores_of_different_targets_are_not_merged(tmp_path: Path) -> None:
+    parts = [write_store(tmp_path / "a", some_features(2)), write_store(tmp_path / "b", [], weights_sha256="w1")]
+    with pytest.raises(StoreError, match='weights_sha256 is "w1"'):
+        merge(parts, tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+
+
+def test_a_sample_is_not_merged_twice(tmp_path: Path) -> None:
+    parts = [write_store(tmp_path / name, some_features(2)) for name in "ab"]
+    with pytest.raises(StoreError, match=r"sample-0, as .*a does"):
+        merge(parts, tmp_path / "whole")
+
+
+def test_a_folder_with_something_in_it_is_not_merged_into(tmp_path: Path) -> None:
+    part = write_store(tmp_path / "part", some_features(2))
+    other = write_store(tmp_path / "other", [])
+    with pytest.raises(RequestError):
+        merge([part], other)
+
+
+def test_a_converted_store_has_the_same_samples_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "bf16", some_features(), codec="bf16")
+    convert(folder, tmp_path / "fp32", "fp32")
+    report = convert(folder, tmp_path / "fp32", "fp32")
+    assert report["largest_relative_error"] == 0
+    converted = Store.open(tmp_path / "fp32")
+    assert converted.manifest.codec == "fp32"
+    for ours, theirs in zip(converted, Store.open(folder), strict=True):
+        assert (ours.id, ours.split, ours.domain) == (theirs.id, theirs.split, theirs.domain)
+        assert ours.aux.equal(theirs.aux.float())
+        assert ours.last.equal(theirs.last.float())
+
+
+def test_an_unknown_codec_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="bf16"):
+        convert(write_store(tmp_path / "store", []), tmp_path / "other", "mp3")
+
+
+def test_the_commands_print_one_json_document(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", some_features())
+    runs = [
+        ["info", str(folder)],
+        ["merge", str(folder), "--into", str(tmp_path / "merged")],
+        ["convert", str(folder), "--into", str(tmp_path / "bf16"), "--codec", "bf16"],
+    ]
+    for arguments in runs:
+        result = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+        assert json.loads(result.stdout)["samples"] == 7
+
+
+def test_info_reads_no_shard(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", some_features())
+    for shard in folder.glob("shard-*"):
+        shard.unlink()
+    assert "7 samples" in CliRunner().invoke(app, ["info", str(folder)]).stdout
