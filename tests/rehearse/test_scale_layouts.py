@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from draftsmith.rehearse.layouts import read_layout
 from draftsmith.rehearse.scale_model import ScaleModel, build_scale_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,7 +86,7 @@ def test_transformers_runs_it_and_each_layer_moves_the_stream(built: Built) -> N
         logits = model(input_ids=ids).logits
     assert torch.isfinite(logits).all()
     assert len(outputs) == facts.num_hidden_layers
-    moves = [(after - before).norm() / after.norm() for before, after in zip(outputs, outputs[1:], strict=False)]
+    moves = [(after - before).norm() / after.norm() for before, after in pairwise(outputs)]
     assert min(moves) > 0.1
 
 
@@ -154,12 +155,12 @@ def test_a_number_of_layers_that_is_asked_for_shows_as_many_kinds_as_fit(tmp_pat
 # ---- Names ----
 
 # Names of moonshotai/Kimi-K2.5's tensors on the hub, of its first layer and its second.
-KIMI_LAYER = """
-    input_layernorm.weight post_attention_layernorm.weight
-    self_attn.q_a_proj.weight self_attn.q_a_layernorm.weight self_attn.q_b_proj.weight
-    self_attn.kv_a_proj_with_mqa.weight self_attn.kv_a_layernorm.weight self_attn.kv_b_proj.weight
-    self_attn.o_proj.weight
-""".split()
+KIMI_LAYER = [
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    *(f"self_attn.{part}_proj.weight" for part in ("q_a", "q_b", "kv_b", "o")),
+    *(f"self_attn.{part}.weight" for part in ("q_a_layernorm", "kv_a_layernorm", "kv_a_proj_with_mqa")),
+]
 KIMI_DENSE = [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
 KIMI_EXPERTS = [
     "mlp.gate.weight",
