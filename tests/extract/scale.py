@@ -43,26 +43,19 @@ def llama(folder: Path) -> Path:
     return _save(folder, LlamaForCausalLM, config)
 
 
-def qwen3_moe(folder: Path) -> Path:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        **_common(8),
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-    )
-    return _save(folder, Qwen3MoeForCausalLM, config)
-
-
-def deepseek_v3(folder: Path) -> Path:
-    """MLA with the head sizes that vLLM's CPU kernel takes, and YaRN: that kernel leaves plain RoPE half done."""
+def deepseek_v3(folder: Path, rope: str) -> Path:
+    """MLA, with the head sizes that vLLM's CPU kernel takes. With `rope` default, that kernel leaves q unrotated; with
+    yarn it does not."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    yarn = {
+        "factor": 4.0,
+        "original_max_position_embeddings": LONGEST // 4,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
 
     config = DeepseekV3Config(
         **_common(7),
@@ -82,34 +75,7 @@ def deepseek_v3(folder: Path) -> Path:
         qk_rope_head_dim=64,
         qk_nope_head_dim=64,
         v_head_dim=64,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": LONGEST // 4,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
+        rope_parameters={"rope_type": rope, "rope_theta": 10000.0, **(yarn if rope == "yarn" else {})},
     )
     config.topk_method, config.scoring_func = "noaux_tc", "sigmoid"  # vLLM reads these; transformers assumes them
     return _save(folder, DeepseekV3ForCausalLM, config)
-
-
-def gpt2(folder: Path) -> Path:
-    """Has no EAGLE-3 interface in vLLM, so that it is captured by hooks."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=LONGEST,
-        n_embd=128,
-        n_layer=8,
-        n_head=4,
-        initializer_range=0.1,
-        dtype="float32",
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return _save(folder, GPT2LMHeadModel, config)

@@ -1,19 +1,22 @@
-"""Workers with planted faults, named to the engine as `worker_cls`: they trip over one token, or over one sample."""
+"""Workers with planted faults, named to the engine as `worker_cls`: a sample's first token or number sets one off."""
 
 from __future__ import annotations
 
 import os
-import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from draftsmith.extract.vllm_worker import hooks
 from draftsmith.extract.vllm_worker.worker import CaptureWorker
 
-POISON = 1  # token id
-LAYER = 3
+# First tokens.
+POISON, FLIPPED, NORMED, OTHER_EMBEDDINGS, REORDERED, HANGING = range(1, 7)
+FREE = 16  # from here on, a token sets nothing off
 DROPPED = 5  # sample number
+LAYER = 3
 HAPPENED = "VLLM_FAULT_HAPPENED"  # variable of the environment: a file that is there once it has happened
 
 
@@ -31,38 +34,62 @@ class RaisingWorker(CaptureWorker):
 
         def fail(module: Any, args: Any) -> None:
             if poisoned:
-                self.trip()
+                raise RuntimeError
 
         text.embed_tokens.register_forward_pre_hook(read)
         text.layers[LAYER].mlp.register_forward_pre_hook(fail)
 
-    def trip(self) -> None:
-        raise RuntimeError
 
+class WrongWorker(CaptureWorker):
+    """Captures wrongly, or not at all, what begins with a fault's token; tells of preemptions and cached prefixes."""
 
-class DyingWorker(RaisingWorker):
-    """Dies without a word, the first time."""
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        self._first = 0  # token of the step's first request
+        text = self.model_runner.get_model().model
 
-    def trip(self) -> None:
-        happened = Path(os.environ[HAPPENED])
-        if not happened.exists():
-            happened.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        def look_up(module: Any, args: Any) -> Any:
+            return (args[0].flip(0),) if self._first == OTHER_EMBEDDINGS else None
 
+        text.embed_tokens.register_forward_pre_hook(look_up)
+        stream = hooks.Convention.stream
 
-class PreemptedWorker(CaptureWorker):
-    """Has no fault: tells that a request was preempted and begun again."""
+        def reordered(convention: Any, args: Any, kwargs: Any) -> torch.Tensor:
+            """As if a layer were called with its residual first, and the positions for a residual."""
+            if self._first != REORDERED:
+                return stream(convention, args, kwargs)
+            return args[1] + args[0][:, None]
+
+        hooks.Convention.stream = reordered  # type: ignore[method-assign]
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        writer = self._capture()
+        assert writer is not None
+        put, norm = writer.put, self.model_runner.get_model().model.norm
+
+        def put_wrongly(ended: Any, states: torch.Tensor) -> None:
+            states = states.clone()
+            for one in ended:
+                rows = states[one.start : one.start + len(one.input_ids)]
+                if one.input_ids[0] == FLIPPED:
+                    rows.copy_(rows.flip(0))
+                if one.input_ids[0] == NORMED:
+                    rows[:, -1] = norm(rows[:, -1].contiguous())
+                if one.input_ids[0] == HANGING:
+                    threading.Event().wait()
+            put(ended, states)
+
+        writer.put = put_wrongly  # type: ignore[method-assign]
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        for request in scheduler_output.scheduled_new_reqs:
+            self._first = request.prompt_token_ids[0]
+            if request.num_computed_tokens:
+                happened("cached")
         if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
-            Path(os.environ[HAPPENED]).touch()
+            happened("preempted")
         return super().execute_model(scheduler_output)
-
-
-class UnloadableWorker(CaptureWorker):
-    def load_model(self, **kwargs: Any) -> None:
-        with self._reporting("load_model"):
-            raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB, of which 3.00 GiB are free\nand more")
 
 
 class DroppingWorker(CaptureWorker):
@@ -85,3 +112,7 @@ class ShufflingWorker(CaptureWorker):
         assert writer is not None
         put = writer.put
         writer.put = lambda ended, states: put(ended, states.flip(0))  # type: ignore[method-assign]
+
+
+def happened(what: str) -> None:
+    Path(os.environ[HAPPENED], what).touch()

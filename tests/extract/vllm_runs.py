@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftsmith.extract.engine_settings import device_shares, engine_args, environment
+from draftsmith.extract.engines import Engines, Plan
 from draftsmith.extract.from_transformers import Reference
-from draftsmith.extract.from_vllm import Plan, capture
+from draftsmith.extract.work import Work
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Recipe, Target, parse
-from draftsmith.records import Sample
+from draftsmith.records import Features, Sample
 from draftsmith.target import load_target
-from tests.extract.vllm_faults import POISON
+from tests.extract.vllm_faults import FREE
 
 ROUNDING = 3e-5  # in float32
 LONGEST = 500
@@ -30,7 +33,7 @@ def mixed_samples(count: int, vocabulary: int = 512, seed: int = 0) -> list[Samp
     lengths = [1, 2, LONGEST, *(int(LONGEST ** chance.random()) for _ in range(count - 4))]
 
     def tokens(length: int) -> list[int]:
-        return [chance.randrange(POISON + 1, vocabulary) for _ in range(length)]
+        return [chance.randrange(FREE, vocabulary) for _ in range(length)]
 
     prefix = tokens(LONGEST)
     sequences = []
@@ -45,10 +48,11 @@ def sample(number: int, input_ids: list[int]) -> Sample:
     return Sample(f"s{number}", f"c{number}", "chat", "train", input_ids, mask)
 
 
-def poisoned(samples: Sequence[Sample], numbers: Sequence[int]) -> list[Sample]:
-    """The same samples; those of these numbers begin with the token that the workers of `vllm_faults` trip over."""
+def beginning_with(token: int, samples: Sequence[Sample], numbers: Sequence[int] | None = None) -> list[Sample]:
+    """The same samples; those of these numbers, or all, begin with a token that a worker of `vllm_faults` knows."""
     return [
-        sample(number, [POISON, *one.input_ids[1:]]) if number in numbers else one for number, one in enumerate(samples)
+        replace(one, input_ids=[token, *one.input_ids[1:]]) if numbers is None or number in numbers else one
+        for number, one in enumerate(samples)
     ]
 
 
@@ -74,21 +78,48 @@ def plan_for(model: Path, folder: Path, longest: int = LONGEST, **extract: Any) 
     )
 
 
-def captured(plan: Plan, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """States [T, A + 1, Ht] by sample id, in the order in which they came out."""
-    found = [one.features for batch in capture(plan, samples) for one in batch]
+def run_on(engines: Engines, samples: Sequence[Sample]) -> list[Features]:
+    """What engines capture of samples, in the order in which it came out, with what belongs to it."""
+    found = [one.features for batch in engines.run(Work(samples, engines.plan.room_tokens)) for one in batch]
     by_id = {one.id: one for one in samples}
     assert all(one.input_ids.tolist() == by_id[one.id].input_ids for one in found)
     assert all(one.loss_mask.tolist() == [bool(own) for own in by_id[one.id].loss_mask] for one in found)
+    return found
+
+
+def states_of(found: Iterable[Features]) -> dict[str, torch.Tensor]:
+    """States [T, L, Ht] by sample id, in order."""
     return {one.id: torch.cat([one.aux, one.last[:, None]], dim=1) for one in found}
 
 
-def errors(model: Path, states: dict[str, torch.Tensor], samples: Sequence[Sample]) -> torch.Tensor:
+def captured(plan: Plan, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """By an engine of its own; states by sample id, in the order in which they came out."""
+    with Engines(plan) as engines:
+        found = run_on(engines, samples)
+        engines.end()
+        return states_of(found)
+
+
+def captured_at_once(samples: Sequence[Sample], *plans: Plan) -> list[dict[str, torch.Tensor]]:
+    """By each of several engines, which start at the same time; every sample, in order."""
+    with ExitStack() as stack:
+        started = [stack.enter_context(Engines(plan)) for plan in plans]
+        found = []
+        for engines in started:
+            found.append(states_of(run_on(engines, samples)))
+            assert list(found[-1]) == [one.id for one in samples]
+            engines.end()
+        return found
+
+
+def errors(
+    model: Path, states: dict[str, torch.Tensor], samples: Sequence[Sample], layer_ids: Sequence[int] | None = None
+) -> torch.Tensor:
     """[S]: the relative error of each token's state, in its worst layer, against transformers in float32."""
     facts = read_facts(str(model))
     assert facts.aux_layer_ids is not None
     target = load_target(facts, Target(model=str(model)), torch.device("cpu"), torch.float32)
-    reference = Reference(target, facts, facts.aux_layer_ids)
+    reference = Reference(target, facts, facts.aux_layer_ids if layer_ids is None else layer_ids[:-1])
     found = []
     for one in samples:
         (theirs,) = reference.states([one.input_ids])

@@ -90,7 +90,7 @@ def _refuse_another_corpus(paths: RunPaths, committed: dict[str, int], lengths: 
 
 
 def _refuse_small_disk(paths: RunPaths, manifest: Manifest, missing: dict[str, int]) -> None:
-    from draftsmith.store.shards import predict_bytes
+    from draftsmith.store.sizes import predict_bytes
 
     needed = predict_bytes(
         missing.values(),

@@ -46,7 +46,7 @@ def stalled(seconds: float, log: Path, start: int) -> EngineError:
     return EngineError(
         f"the engine has said nothing for {seconds:,.0f} seconds, with samples under way",
         where="extract",
-        hint="the same command goes on from the last shard; extract.stall_seconds allows longer steps",
+        hint="the same command, without --redo, goes on from the last shard; extract.stall_seconds allows longer steps",
         detail=log_tail(log, start),
     )
 

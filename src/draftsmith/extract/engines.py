@@ -74,7 +74,7 @@ class Engine:
         device = plan.devices[number]
         self.environment = plan.environment if device is None else plan.environment | {"CUDA_VISIBLE_DEVICES": device}
         self.under_way: dict[int, int] = {}  # sample number → tokens
-        self.captured = self.fruitless_lives = 0
+        self.captured = self.captured_before = self.fruitless_lives = 0  # before: by its earlier lives
         self.heard = time.monotonic()
 
     def start(self) -> None:
@@ -88,8 +88,7 @@ class Engine:
             "layer_ids": list(self.plan.layer_ids),
             "spool": str(self.spool),
         }
-        self.captured = 0
-        self.under_way = {}
+        self.captured_before, self.under_way = self.captured, {}
         self.process = EngineProcess(job, self.failures, self.log, self.environment)
 
     @property
@@ -207,7 +206,7 @@ class Engines:
     def _replace(self, engine: Engine, death: EngineDied, work: Work) -> None:
         """Start an engine again; what it had under way is to be sent again."""
         error = explain_death(death, engine.log, engine.log_start, work.ids)
-        engine.fruitless_lives = 0 if engine.captured else engine.fruitless_lives + 1
+        engine.fruitless_lives = 0 if engine.captured > engine.captured_before else engine.fruitless_lives + 1
         if not engine.ready or engine.fruitless_lives == LIVES_WITHOUT_A_SAMPLE:
             raise error from death
         suspects = death.failure.numbers if death.failure else ()

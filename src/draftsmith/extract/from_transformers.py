@@ -86,7 +86,7 @@ class Reference:
             raise CaptureError(
                 f"the device has not enough memory for {len(sequences)} sequences of {longest} tokens",
                 where="extract",
-                hint="lower extract.batch_tokens; the same command goes on from the last shard",
+                hint="lower extract.batch_tokens; the same command, without --redo, then goes on from the last shard",
             ) from error
         kept = torch.stack([self._kept[id] for id in self.layer_ids], dim=2).cpu()  # [B, T, A + 1, Ht]
         return [rows[: len(sequence)] for rows, sequence in zip(kept, sequences, strict=True)]

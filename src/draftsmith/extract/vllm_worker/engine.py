@@ -11,6 +11,7 @@ An exception ends the process; what it was is in the folder of failures.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import queue
@@ -71,6 +72,7 @@ def start(job: Job) -> tuple[Any, str]:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     capture = choose_capture(job)
+    gc.freeze()  # vLLM collects garbage nine times while it starts, each time through all that was imported
     if capture == "hooked":
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the hooks know the inside of the first one
     options = Options(Path(job.spool), Path(job.failures), tuple(job.layer_ids), hooked=capture == "hooked")
