@@ -73,7 +73,7 @@ def engine_args(recipe: Recipe, facts: TargetFacts, dtype: str, longest_tokens: 
         "enforce_eager": settings.enforce_eager,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
-        "language_model_only": True if facts.wrapper else None,
+        "language_model_only": True,  # a model of text alone ignores it; Qwen2.5-VL has no wrapper that would tell
     }
     if chosen["kv_cache_memory_bytes"] is None and not torch.cuda.is_available():
         chosen["kv_cache_memory_bytes"] = CPU_CACHE_BYTES  # a share of all memory is no measure on a shared machine
