@@ -50,6 +50,14 @@ def test_fp8_blocks_are_read_alike_by_transformers(tmp_path: Path) -> None:
     assert all(torch.equal(read[name].float(), tensor) for name, tensor in ours.state_dict().items())
 
 
+def test_fp8_skips_whole_modules_by_name() -> None:
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["gate", "o_proj"]}
+    layout = read_layout(settings)
+    assert layout is not None
+    names = ("mlp.gate_proj", "mlp.gate", "self_attn.o_proj")
+    assert [layout.takes(f"model.layers.0.{name}.weight", (256, 256)) for name in names] == [True, False, False]
+
+
 def test_fp8_blocks_may_be_cut_off_at_the_edge(tmp_path: Path) -> None:
     scale = build_scale_model(evidence_for("deepseek-v3"), tmp_path / "model")
     stored, dense = weights_of(scale.folder), weights_of(scale.plain)

@@ -48,14 +48,14 @@ def random_weight(name: str, shape: tuple[int, ...], generator: torch.Generator)
     """float32 weights of the size that trained ones have: factors about one, biases about zero, neither just that."""
     values = torch.randn(shape, generator=generator)
     if name.endswith("e_score_correction_bias"):
-        return values * 0.05  # beside sigmoid scores: it changes some choices of experts, not all
+        return values.mul_(0.05)  # beside sigmoid scores: it changes some choices of experts, not all
     if name.endswith("bias"):
-        return values * 0.1
+        return values.mul_(0.1)
     if len(shape) < 2:
-        return 1 + values * 0.2
+        return values.mul_(0.2).add_(1)
     if _EMBEDDING.search(name):
-        return values * 0.3
-    return values * (0.4 if "conv1d" in name else spread(shape))
+        return values.mul_(0.3)
+    return values.mul_(0.4 if "conv1d" in name else spread(shape))
 
 
 def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
@@ -112,7 +112,7 @@ class Fp8Blocks:
     skip: tuple[str, ...]
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        return _is_linear(name, shape) and not any(part in name for part in self.skip)
+        return _is_linear(name, shape) and not any(f".{part}." in f".{name}" for part in self.skip)
 
     def random(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,7 +240,9 @@ def _write(
     total_bytes = 0
     for number, names in enumerate(plan, start=1):
         file = f"model-{number:05}-of-{len(plan):05}.safetensors" if len(plan) > 1 else "model.safetensors"
-        tensors = {key: tensor for name in names for key, tensor in tensors_of(name, shapes[name]).items()}
+        with ThreadPoolExecutor() as pool:  # drawing a tensor takes one core, and holds no lock of Python's
+            drawn = list(pool.map(lambda name: tensors_of(name, shapes[name]), names))
+        tensors = {key: tensor for found in drawn for key, tensor in found.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
         total_bytes += sum(tensor.nbytes for tensor in tensors.values())
