@@ -129,7 +129,9 @@ class Extract(Section):
 
     engine: Literal["transformers", "vllm"] = "transformers"
     aux_layer_ids: list[int] | None = Field(None, description="Canonical ids; null: 2, N//2, N-3")
-    codec: Literal["bf16", "fp32"] = Field("bf16", description="How states are stored")
+    codec: Literal["bf16", "fp32", "fp8", "lossless"] = Field(
+        "bf16", description="How states are stored; fp8: half of bf16; lossless: 0.7 of bf16, bit for bit"
+    )
     batch_tokens: Annotated[PositiveInt, Free] = Field(4096, description="Tokens in one forward, padding included")
     shard_mib: Annotated[PositiveInt, Free] = Field(256, description="Size at which a shard is closed")
     capture: Annotated[Literal["auto", "native", "hooked"], Free] = Field(

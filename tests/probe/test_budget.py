@@ -18,7 +18,6 @@ from draftsmith.draft.config import DraftConfig
 from draftsmith.draft.loss import teacher_of, total_loss, unrolled_loss
 from draftsmith.draft.model import Draft
 from draftsmith.probe.budget import (
-    STATE_BYTES,
     Devices,
     active_parameters,
     check_budget,
@@ -29,7 +28,6 @@ from draftsmith.probe.budget import (
     plan_devices,
     room_for_store,
     size,
-    store_bytes_per_token,
     text_config,
     trainer_bytes,
     training_flops_per_token,
@@ -42,10 +40,10 @@ from draftsmith.recipe import Probe, Recipe, Train
 from draftsmith.records import Batch, Sample, TargetFacts
 from draftsmith.rundir import RunPaths
 from draftsmith.store.codec import CODECS
-from draftsmith.store.shards import predict_bytes
+from draftsmith.store.sizes import bytes_per_token, predict_bytes
 from draftsmith.target import FinalNorm, TargetHead
 from tests.probe.folders import CONFIG, CONFIGS
-from tests.store.random_store import AUX_LAYERS, HIDDEN_SIZE, features, write_store
+from tests.store.random_store import AUX_LAYERS, HIDDEN_SIZE, features, in_bf16, write_store
 
 GIB = 2**30
 H200 = {"name": "NVIDIA H200", "memory_bytes": 143_771 * 2**20}
@@ -207,19 +205,13 @@ def test_every_figure_states_what_it_assumes(tmp_path: Path) -> None:
 # ---- The store ----
 
 
-def test_every_codec_of_the_store_has_its_bytes() -> None:
-    assert {name: count * 100 for name, count in STATE_BYTES.items()} == {
-        name: codec.vector_bytes(100) for name, codec in CODECS.items()
-    }
-
-
 @pytest.mark.parametrize("codec", list(CODECS))
 def test_the_store_is_as_large_as_foretold(tmp_path: Path, codec: str) -> None:
     lengths = [700, 1300, 2000, 500]
-    folder = write_store(tmp_path, [features(i, tokens) for i, tokens in enumerate(lengths)], codec=codec)
+    samples = [in_bf16(features(i, tokens)) for i, tokens in enumerate(lengths)]
+    folder = write_store(tmp_path, samples, codec=codec, dtype="bfloat16")
     written = sum(file.stat().st_size for file in folder.iterdir())
-    foretold = store_bytes_per_token(HIDDEN_SIZE, AUX_LAYERS, codec) * sum(lengths)
-    assert foretold <= written
+    foretold = bytes_per_token(HIDDEN_SIZE, AUX_LAYERS, codec) * sum(lengths)
     assert foretold == pytest.approx(predict_bytes(lengths, aux_layers=3, hidden_size=8, codec=codec), rel=0.01)
     headers = 2 * 1000 + 2000  # two shards', the ledger and the manifest; 8 numbers wide, states don't dwarf them
     assert foretold == pytest.approx(written - headers, rel=0.02)

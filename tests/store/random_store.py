@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,10 @@ def features(number: int, tokens: int, **changes: Any) -> Features:
         "last": torch.randn(tokens, HIDDEN_SIZE, generator=generator),
     }
     return Features(**fields | changes)
+
+
+def in_bf16(sample: Features) -> Features:
+    return replace(sample, aux=sample.aux.bfloat16(), last=sample.last.bfloat16())
 
 
 def some_features(count: int = 7) -> list[Features]:

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("store")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(entries(), st.integers(0, 6))
 def test_a_ledger_says_what_was_entered_however_it_was(folder: Path, due: list[Entry], at_once: int) -> None:
     ledger = write_ledger(folder, due[:at_once])
@@ -39,7 +39,7 @@ def test_a_ledger_says_what_was_entered_however_it_was(folder: Path, due: list[E
     assert salvage_ledger(folder) == (due, [])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(entries(least=2), st.data())
 def test_a_line_removed_doubled_or_moved_is_noticed(folder: Path, due: list[Entry], data: st.DataObject) -> None:
     write_ledger(folder, due)
@@ -58,7 +58,7 @@ def test_a_line_removed_doubled_or_moved_is_noticed(folder: Path, due: list[Entr
         read_ledger(folder)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(entries(least=3), st.data())
 def test_a_line_taken_from_another_store_is_noticed(folder: Path, due: list[Entry], data: st.DataObject) -> None:
     others = data.draw(entries(least=len(due)))
@@ -76,7 +76,7 @@ def test_a_line_taken_from_another_store_is_noticed(folder: Path, due: list[Entr
         read_ledger(folder)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(entries(least=1), st.randoms(use_true_random=False))
 def test_what_can_be_salvaged_is_every_line_that_is_whole(
     folder: Path, due: list[Entry], chance: random.Random

@@ -18,7 +18,8 @@ from draftsmith.probe.facts import read_facts
 from draftsmith.store.ledger import read_ledger, write_ledger
 from draftsmith.store.manifest import identity
 from draftsmith.store.shard_file import file_digest
-from draftsmith.store.shards import Store, predict_bytes
+from draftsmith.store.shards import Store
+from draftsmith.store.sizes import predict_bytes
 from draftsmith.store.writer import StoreWriter
 from tests.store.limits import largest_file
 from tests.store.random_store import (

@@ -16,6 +16,7 @@ from draftsmith.probe.machine import inspect_machine
 from draftsmith.recipe import Probe, Recipe, Train
 from draftsmith.records import TargetFacts
 from draftsmith.rundir import RunPaths
+from draftsmith.store.sizes import bytes_per_token
 
 USABLE_MEMORY = 0.9  # of a device; the rest is for activations, graphs and the driver. vLLM's own default
 UTILIZATION = 0.3  # of peak arithmetic, in prefill and in training
@@ -39,7 +40,6 @@ GPU_FLOPS = (
     ("3090", 71e12),
 )
 UNKNOWN_GPU_FLOPS = 989e12
-STATE_BYTES = {"bf16": 2, "fp32": 4}
 MILLION = 1_000_000
 
 
@@ -78,7 +78,7 @@ def check_budget(facts: TargetFacts, recipe: Recipe, evidence: dict[str, Any]) -
     aux_layer_ids = tuple(recipe.extract.aux_layer_ids or facts.aux_layer_ids or (1, 2, 3))
     room = evidence["disk_free_bytes"] if remote else room_for_store(RunPaths(recipe.folder))
     codec, width = recipe.extract.codec, facts.hidden_size
-    per_token = store_bytes_per_token(width, len(aux_layer_ids), codec) if width else None
+    per_token = bytes_per_token(width, len(aux_layer_ids), codec) if width else None
     active = active_parameters(facts, text_config(evidence.get("config") or {}, facts.wrapper))
     checks = [
         _check_memory(facts, devices, recipe.extract.batch_tokens),
@@ -208,11 +208,6 @@ def _attention_parameters(facts: TargetFacts) -> int | None:
     if facts.head_dim is None:
         return None
     return 2 * hidden * facts.head_dim * (heads + (facts.num_key_value_heads or heads))
-
-
-def store_bytes_per_token(hidden_size: int, aux_layers: int, codec: str) -> int:
-    """Bytes of one token in the store: auxiliary and last states, its id as int32, its loss mask as a byte."""
-    return (aux_layers + 1) * hidden_size * STATE_BYTES[codec] + 4 + 1
 
 
 # ---- The draft ----

@@ -156,6 +156,8 @@ def _columns(samples: Sequence[Features], codec: str) -> list[Column]:
         for sample in samples:
             for part, values in CODECS[codec].encode(getattr(sample, name)).items():
                 parts.setdefault(f"{name}.{part}" if part else name, []).append(values)
+        for key in (f"{name}.{part}" for part in CODECS[codec].ragged):
+            parts[f"{key}.offsets"] = [torch.tensor(list(accumulate(map(len, parts[key]), initial=0)))]
     order = list(DTYPES)
     columns = sorted((Column(*item) for item in parts.items()), key=lambda column: column.name)
     return sorted(columns, key=lambda column: order.index(column.dtype), reverse=True)

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -24,12 +24,6 @@ from draftsmith.store.codec import CODECS
 from draftsmith.store.ledger import Entry, read_ledger
 from draftsmith.store.manifest import Manifest, read_manifest, refuse_differences
 from draftsmith.store.shard_file import map_shard
-
-
-def predict_bytes(lengths: Iterable[int], *, aux_layers: int, hidden_size: int, codec: str) -> int:
-    """Bytes on disk of sequences of so many tokens; headers and ledger, well under 1 % of it, are not counted."""
-    per_token = (aux_layers + 1) * CODECS[codec].vector_bytes(hidden_size) + 4 + 1  # states, input id, mask
-    return sum(length * per_token + 8 for length in lengths)
 
 
 class Store:
@@ -49,10 +43,10 @@ class Store:
         self.domains = [domain for entry in entries for domain in entry.domains]
         self.splits = [split for entry in entries for split in entry.splits]
         self.lengths = [length for entry in entries for length in entry.lengths]
-        self._spans = [  # shard, first token, end
-            (number, start, stop)
+        self._spans = [  # shard, place in it, first token, end
+            (number, place, start, stop)
             for number, entry in enumerate(entries)
-            for start, stop in pairwise(accumulate(entry.lengths, initial=0))
+            for place, (start, stop) in enumerate(pairwise(accumulate(entry.lengths, initial=0)))
         ]
         self._shards: dict[int, dict[str, torch.Tensor]] = {}
 
@@ -82,7 +76,7 @@ class Store:
 
     def __getitem__(self, index: int) -> Features:
         """Raises StoreError if the shard that holds the sequence is damaged; names it."""
-        number, start, stop = self._spans[index]
+        number, place, start, stop = self._spans[index]
         shard = self._shard(number)
         return Features(
             id=self.sample_ids[index],
@@ -90,17 +84,20 @@ class Store:
             split=self.splits[index],
             input_ids=shard["input_ids"][start:stop].long(),
             loss_mask=shard["loss_mask"][start:stop].bool(),
-            aux=self._states(shard, "aux", start, stop),
-            last=self._states(shard, "last", start, stop),
+            aux=self._states(shard, "aux", place, start, stop),
+            last=self._states(shard, "last", place, start, stop),
         )
 
-    def _states(self, shard: dict[str, torch.Tensor], name: str, start: int, stop: int) -> torch.Tensor:
-        parts = {}
+    def _states(self, shard: dict[str, torch.Tensor], name: str, place: int, start: int, stop: int) -> torch.Tensor:
+        codec, parts = CODECS[self.manifest.codec], {"": shard[name][start:stop]}
         for key, tensor in shard.items():
             stem, _, part = key.partition(".")
-            if stem == name:
+            if stem == name and part in codec.ragged:
+                ends = shard[f"{key}.offsets"]
+                parts[part] = tensor[ends[place] : ends[place + 1]]
+            elif stem == name and part and not part.endswith(".offsets"):
                 parts[part] = tensor[start:stop]
-        return CODECS[self.manifest.codec].decode(parts)
+        return codec.decode(parts)
 
     def _shard(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors of a shard, mapped; checked the first time."""

@@ -18,8 +18,9 @@ from typing import Any, Self
 
 import torch
 
-from draftsmith.errors import StoreError
+from draftsmith.errors import RequestError, StoreError
 from draftsmith.records import Features
+from draftsmith.store.codec import CODECS
 from draftsmith.store.folder import file_system, shard_name, shard_number, shards_in, sole_writer
 from draftsmith.store.ledger import LEDGER, Entry, Ledger, cut_torn_line, read_ledger, write_ledger
 from draftsmith.store.manifest import (
@@ -32,7 +33,7 @@ from draftsmith.store.manifest import (
     write_manifest,
 )
 from draftsmith.store.shard_file import misfit, write_shard
-from draftsmith.store.shards import predict_bytes
+from draftsmith.store.sizes import predict_bytes
 
 THREADS = min(8, max(2, (os.cpu_count() or 1) // 2))  # at most as many shards are in memory, and the one being filled
 
@@ -75,9 +76,11 @@ class StoreWriter:
             shard_bytes: size from which a shard is closed.
 
         Raises:
+            RequestError: the codec cannot hold what the target computes.
             StoreError: another writer has the folder; the store there is of something else, naming the field; its
                 manifest or ledger is damaged; or the file system refuses.
         """
+        _refuse_rounding(manifest)
         with sole_writer(folder):
             with file_system(folder, "cannot be opened for writing"):
                 writer = cls(folder, _begin_or_continue(folder, manifest), shard_bytes)
@@ -175,6 +178,16 @@ class StoreWriter:
 
     def _writing(self, name: str) -> AbstractContextManager[None]:
         return file_system(self.folder, f"{name} cannot be written", safe=len(self.committed))
+
+
+def _refuse_rounding(manifest: Manifest) -> None:
+    dtype = CODECS[manifest.codec].dtype
+    if dtype not in (None, manifest.dtype):
+        raise RequestError(
+            f"{manifest.codec} holds states in {dtype}, and the target computes in {manifest.dtype}",
+            where="extract.codec",
+            hint="choose bf16, fp8 or fp32, or set target.dtype",
+        )
 
 
 def _begin_or_continue(folder: Path, manifest: Manifest) -> Manifest:
