@@ -143,7 +143,7 @@ def milliseconds_of_steps(learner: Learner, batch: Batch, steps: int) -> list[fl
     events[0].record()
     before = None
     for event in events[1:]:
-        launched = learner.step(learner.prepare(batch), 1e-5, exact=learner.settings.mask_out_of_vocab)
+        launched = learner.step([learner.prepare(batch)], 1e-5, exact=learner.settings.mask_out_of_vocab)
         event.record()
         if before is not None:
             before.figures()
@@ -158,7 +158,7 @@ def measure(name: str, tokens: int, steps: int, arguments: argparse.Namespace) -
     batch = make_batch(work, tokens, device)
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    first = learner.step(learner.prepare(batch), 1e-5).figures()
+    first = learner.step([learner.prepare(batch)], 1e-5).figures()
     first_step_seconds = time.perf_counter() - start
     milliseconds_of_steps(learner, batch, arguments.warmup)
     times = milliseconds_of_steps(learner, batch, arguments.repeats)
@@ -181,7 +181,7 @@ def measure(name: str, tokens: int, steps: int, arguments: argparse.Namespace) -
         "device_milliseconds": profile(learner, batch, table),
         "first_step_seconds": round(first_step_seconds, 1),
         "first_loss": first["loss"],
-        "last_loss": learner.step(learner.prepare(batch), 1e-5).figures()["loss"],
+        "last_loss": learner.step([learner.prepare(batch)], 1e-5).figures()["loss"],
     }
 
 

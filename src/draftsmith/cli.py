@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from draftsmith import __version__
+from draftsmith import __version__, launch
 from draftsmith.errors import DraftsmithError
 from draftsmith.store.commands import app as store_app
 
@@ -93,7 +93,8 @@ def _with_recipe(path: Path, overrides: list[str] | None, work: Callable[[Any], 
 
     with graceful_stop():
         report = work(recipe.load(path, overrides or []))
-    _print(report, as_json)
+    if launch.rank() == 0:
+        _print(report, as_json)
 
 
 def _stage(name: str, recipe: Path, overrides: list[str] | None, as_json: bool, redo: bool) -> None:

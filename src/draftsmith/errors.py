@@ -90,5 +90,9 @@ class CheckFailed(DraftsmithError):
     """A check said no: the work was done and its result is not good enough to go on with."""
 
 
+class RankFailed(DraftsmithError):
+    """Another process of the same training failed, and says itself why."""
+
+
 class Interrupted(DraftsmithError):
     """Stopped at a safe point because the user or the scheduler asked for it."""

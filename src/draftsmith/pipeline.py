@@ -6,11 +6,12 @@ import importlib
 import json
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from draftsmith import __version__
-from draftsmith.errors import DraftsmithError, Interrupted, MissingInputError, StaleError
+from draftsmith import __version__, launch
+from draftsmith.errors import DraftsmithError, Interrupted, MissingInputError, RequestError, StaleError
 from draftsmith.machine import describe_machine
 from draftsmith.recipe import Recipe
 from draftsmith.rundir import INPUTS, STAGES, RunPaths, append_event, hash_file, hash_json, write_json
@@ -26,10 +27,31 @@ def run_all(recipe: Recipe, *, redo: bool = False) -> dict[str, Any]:
 def run_stage(stage: str, recipe: Recipe, *, redo: bool = False) -> dict[str, Any]:
     """Run one stage as far as it is not done, and return its report.
 
+    Under torchrun, only `train` runs: on all ranks, of which the first keeps the records. The others return nothing.
+
     Raises:
         StaleError: it was done or begun under other settings or inputs; names what differs.
         MissingInputError: an earlier stage has not been done.
     """
+
+    def work() -> dict[str, Any]:
+        return importlib.import_module(f"draftsmith.{stage}").run(recipe, RunPaths(recipe.folder))
+
+    if launch.world_size() == 1:
+        return _run_recorded(stage, recipe, redo, work)
+    if stage != "train":
+        raise RequestError(
+            f"`{stage}` is not for several processes; only `train` is",
+            where="torchrun",
+            hint=f"run `draftsmith {stage} RECIPE` by itself",
+        )
+    from draftsmith.train.ranks import run_on_ranks
+
+    return run_on_ranks(recipe.train.device, lambda start: _run_recorded(stage, recipe, redo, start), work) or {}
+
+
+def _run_recorded(stage: str, recipe: Recipe, redo: bool, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Do the `work` of a stage if it is not done, and put on record what came of it."""
     paths = RunPaths(recipe.folder)
     wanted = fingerprint(stage, recipe, paths)
     state = read_state(paths, stage)
@@ -56,7 +78,7 @@ def run_stage(stage: str, recipe: Recipe, *, redo: bool = False) -> dict[str, An
     write_json(paths.stage_file(stage), record)
     append_event(paths, stage, "resumed" if resuming else "started")
     try:
-        report = importlib.import_module(f"draftsmith.{stage}").run(recipe, paths)
+        report = work()
     except (Interrupted, KeyboardInterrupt):
         append_event(paths, stage, "interrupted", seconds=time.time() - started)
         raise

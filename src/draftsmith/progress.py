@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from draftsmith import launch
+
 
 class Progress:
     """Counts what is done; `rate` is what was done per second in this process."""
@@ -43,7 +45,7 @@ def quiet_libraries() -> None:
 def progress(what: str, total: int, unit: str, done: int = 0) -> Iterator[Progress]:
     """Show how far `what` is, in `unit`s of `total`; `done` were done before this process began."""
     counter = Progress(total, done)
-    if not sys.stderr.isatty():
+    if launch.rank() or not sys.stderr.isatty():
         yield counter
         return
     from rich.console import Console

@@ -179,20 +179,32 @@ class Train(Section):
     kernels: Literal["auto", "plain"] = Field("auto", description="plain: the slow, obvious computation")
     epochs: Annotated[float, Field(gt=0)] = 10.0
     max_steps: PositiveInt | None = Field(None, description="Optimizer steps; overrides epochs")
-    batch_tokens: PositiveInt = Field(8192, description="Tokens per optimizer step and rank")
+    batch_tokens: PositiveInt = Field(8192, description="Tokens of one optimizer step, of all ranks together")
+    micro_batch_tokens: Annotated[PositiveInt | None, Free] = Field(
+        None, description="Most tokens that a rank computes with at once; null: its whole share of the batch"
+    )
+    shard: Annotated[bool, Free] = Field(
+        False, description="Divide weights, gradients and moments over the ranks (FSDP2), where one has no room for all"
+    )
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     min_learning_rate_ratio: Fraction = Field(0.1, description="Of the peak, at the end of the cosine")
     warmup_fraction: Fraction = 0.03
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 0.5
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="Leave a moving average of the weights, which keeps so much of itself at a step"
+    )
+    feature_noise: Fraction = Field(0.0, description="Uniform noise on auxiliary states, as a share of their size")
     autocast: Literal["auto", "bfloat16", "none"] = Field("auto", description="auto: bfloat16 on CUDA, none on CPU")
     device: Annotated[str, Free] = "auto"
     log_every_steps: Annotated[PositiveInt, Free] = 10
     checkpoint_every_steps: Annotated[PositiveInt, Free] = 500
     validate_every_steps: Annotated[PositiveInt, Free] = 500
     keep_checkpoints: Annotated[PositiveInt, Free] = 2
-    tensorboard: Annotated[bool, Free] = True
+    trackers: Annotated[list[Literal["tensorboard", "wandb", "trackio"]], Free] = Field(
+        default=["tensorboard"], description="Where figures are shown, beside metrics.jsonl"
+    )
 
 
 class Evaluate(Section):

@@ -42,8 +42,12 @@ def stop_requested() -> bool:
 def check_stop(where: str) -> None:
     """Call where everything done so far is safely on disk. Raises Interrupted if a stop was asked for."""
     if _requested:
-        raise Interrupted(
-            "stopped on request; nothing is lost",
-            where=where,
-            hint="the same command, without --redo, goes on from here",
-        )
+        raise interrupted(where)
+
+
+def interrupted(where: str) -> Interrupted:
+    return Interrupted(
+        "stopped on request; nothing is lost",
+        where=where,
+        hint="the same command, without --redo, goes on from here",
+    )

@@ -9,7 +9,7 @@ from draftsmith import recipe
 from draftsmith.draft.model import Draft
 from draftsmith.records import Batch
 from draftsmith.target import FinalNorm, TargetHead
-from draftsmith.train.checkpoint import load_checkpoint, save_checkpoint
+from draftsmith.train.checkpoint import CheckpointWriter, load_checkpoint
 from draftsmith.train.step import Learner
 from tests.draft.builders import make_config
 
@@ -80,12 +80,12 @@ def compiled_kernels():
 def test_on_a_gpu_other_lengths_compile_nothing_anew():
     learner, batch = make_world([100, 60], torch.bfloat16, "cuda")
     learner.use_graphs = False  # a captured step launches no kernel of its own
-    learner.step(learner.prepare(batch), 1e-4).figures()
+    learner.step([learner.prepare(batch)], 1e-4).figures()
     before = compiled_kernels()
     assert before
     for lengths in ([33, 1, 91], [500], [1, 2, 3], [16] * 8, [77]):
         batch = make_world(lengths, torch.bfloat16, "cuda")[1]
-        learner.step(learner.prepare(batch), 1e-4).figures()
+        learner.step([learner.prepare(batch)], 1e-4).figures()
     assert compiled_kernels() == before
 
 
@@ -98,7 +98,7 @@ def test_a_captured_step_does_what_a_launched_one_does():
         figures = []
         for step, of_batch in enumerate(lengths):
             batch = make_world(of_batch, torch.bfloat16, "cuda")[1]
-            figures.append(learner.step(learner.prepare(batch), 1e-3 / (1 + step)).figures()["loss"])
+            figures.append(learner.step([learner.prepare(batch)], 1e-3 / (1 + step)).figures()["loss"])
         outcomes.append((figures, {n: p.detach().cpu() for n, p in learner.draft.named_parameters()}))
     assert learner.graphs[True] is not None
     (losses, weights), (same_losses, same_weights) = outcomes
@@ -111,11 +111,12 @@ def test_on_a_gpu_a_resumed_run_goes_on_to_the_same_bits(tmp_path):
     (whole, batch), (resumed, _) = (make_world([100, 60], torch.bfloat16, "cuda") for _ in range(2))
     whole.use_graphs = resumed.use_graphs = False
     for _ in range(3):
-        whole.step(whole.prepare(batch), 1e-3)
-    save_checkpoint(tmp_path, 3, whole.draft, whole.optimizer, keep=1)
-    load_checkpoint(tmp_path / "step-00000003", resumed.draft, resumed.head, resumed.optimizer)
+        whole.step([whole.prepare(batch)], 1e-3)
+    with CheckpointWriter(tmp_path, keep=1, writes=True) as writer:
+        writer.save(3, whole)
+    load_checkpoint(tmp_path / "step-00000003", resumed, resumed.head)
     for learner in (whole, resumed):
-        learner.step(learner.prepare(batch), 1e-3).figures()
+        learner.step([learner.prepare(batch)], 1e-3).figures()
     for one, other in zip(whole.draft.parameters(), resumed.draft.parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -125,9 +126,9 @@ def test_on_a_gpu_the_logits_in_memory_do_not_grow_with_the_batch():
     peaks = []
     for tokens in (short, long):
         learner, batch = make_world([tokens // 2] * 2, torch.bfloat16, "cuda", vocab=vocab, draft_vocab=draft_vocab)
-        learner.step(learner.prepare(batch), 1e-4)
+        learner.step([learner.prepare(batch)], 1e-4)
         torch.cuda.reset_peak_memory_stats()
-        learner.step(learner.prepare(batch), 1e-4)
+        learner.step([learner.prepare(batch)], 1e-4)
         peaks.append(torch.cuda.max_memory_allocated())
     logits_of_one_step = (long - short) * draft_vocab * 2
     assert peaks[1] - peaks[0] < logits_of_one_step

@@ -16,7 +16,8 @@ from draftsmith.store.manifest import Manifest, identity
 from draftsmith.store.shards import Store
 from draftsmith.store.writer import StoreWriter
 from draftsmith.target import load_head
-from draftsmith.train.loop import Trainer
+from draftsmith.train.batches import flat_batch
+from draftsmith.train.loop import Trainer, Work
 
 AUX_LAYER_IDS, DRAFT_IDS = (2, 4, 5), list(range(0, 320, 2))
 
@@ -68,7 +69,7 @@ def make_trainer(folder: Path, target: Path, store: Store, **settings: object) -
     head = load_head(facts, torch.device("cpu"), torch.float32)
     draft = Draft(draft_config(facts, recipe.Draft(), len(DRAFT_IDS), AUX_LAYER_IDS))
     draft.initialise(head, DRAFT_IDS, seed=0)
-    chosen = {"unroll_steps": 3, "batch_tokens": 64, "max_steps": 6, "log_every_steps": 1, "tensorboard": False}
+    chosen = {"unroll_steps": 3, "batch_tokens": 64, "max_steps": 6, "log_every_steps": 1, "trackers": []}
     return Trainer(
         settings=recipe.Train(**{**chosen, **settings}),
         seed=0,
@@ -80,3 +81,9 @@ def make_trainer(folder: Path, target: Path, store: Store, **settings: object) -
         folder=folder,
         device=torch.device("cpu"),
     )
+
+
+def work_on(trainer: Trainer, samples: list[Features]) -> Work:
+    """The samples as one batch of a step."""
+    ids = tuple(sample.id for sample in samples)
+    return Work([trainer.learner.prepare(flat_batch(samples))], (ids,), [len(sample.input_ids) for sample in samples])

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from draftsmith.train.batches import flat_batch, plan_epoch, read_batches
-from tests.train.builders import build_store, features_of
+from draftsmith.train.batches import flat_batch, plan_epoch, read_ahead, share_out, with_noise
+from tests.train.builders import features_of
 
 LENGTHS = [5, 9, 1, 14, 30, 2, 8]
 
@@ -32,9 +34,60 @@ def test_a_flat_batch_numbers_documents_and_restarts_positions(tiny_target):
     assert torch.equal(batch.aux[2:], two.aux)
 
 
-def test_batches_come_in_the_planned_order_with_their_own_states(tmp_path, tiny_target):
+def test_what_is_read_ahead_comes_in_order_one_job_ahead_of_its_use():
+    begun = []
+
+    def job(number):
+        begun.append(number)
+        return number
+
+    seen = []
+    for number in read_ahead(lambda n=n: job(n) for n in range(4)):
+        seen.append(number)
+        assert max(begun) <= number + 1
+    assert seen == begun == [0, 1, 2, 3]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=30),
+    ranks=st.integers(1, 5),
+    most=st.none() | st.integers(5, 80),
+)
+def test_ranks_and_passes_add_up_to_the_batch_whatever_their_number(lengths, ranks, most):
+    batch = list(range(len(lengths)))[::-1]
+    shares = share_out(batch, lengths, ranks, most)
+    passes = [rows for of_rank in shares for rows in of_rank]
+    assert sorted(index for rows in passes for index in rows) == sorted(batch)
+    assert len(shares) == ranks
+    assert len({len(of_rank) for of_rank in shares}) == 1, "every rank meets the others as often"
+    assert all(rows == sorted(rows, reverse=True) for rows in passes), "the batch's own order"
+    if most is not None:
+        assert all(len(rows) == 1 or sum(lengths[i] for i in rows) <= most for rows in passes)
+    if ranks == 1 and most is None:
+        assert shares == [[batch]]
+
+
+@given(seed=st.integers(0, 99), ranks=st.integers(1, 4))
+def test_every_step_has_the_same_samples_on_any_number_of_ranks(seed, ranks):
+    plan = plan_epoch(LENGTHS, 20, seed, epoch=3)
+    of_ranks = [sorted(i for passes in share_out(b, LENGTHS, ranks, 10) for rows in passes for i in rows) for b in plan]
+    assert of_ranks == [sorted(batch) for batch in plan]
+    assert sorted(i for batch in of_ranks for i in batch) == list(range(len(LENGTHS)))
+
+
+def test_ranks_get_about_as_many_tokens_each():
+    lengths = [100, 90, 50, 40, 30, 20, 20, 10]
+    tokens = [sum(lengths[i] for i in rows) for (rows,) in share_out(range(8), lengths, 3, None)]
+    assert max(tokens) - min(tokens) <= 20
+
+
+def test_noise_follows_from_seed_and_sample_alone_and_is_no_larger_than_its_share(tiny_target):
     samples = features_of(tiny_target, [4, 6, 5])
-    store = build_store(tmp_path / "store", tiny_target, samples)
-    batches = list(read_batches(store, [[2], [0, 1]], lambda batch: batch))
-    assert [batch.sample_ids for batch in batches] == [("s2",), ("s0", "s1")]
-    assert torch.equal(batches[0].last, samples[2].last)
+    whole, part = flat_batch(samples), flat_batch(samples[1:2])
+    noised = with_noise(whole, [(0, 4), (4, 10), (10, 15)], 0.2, "0 7")
+    assert torch.equal(noised.aux[4:10], with_noise(part, [(0, 6)], 0.2, "0 7").aux)
+    assert not torch.equal(noised.aux[4:10], with_noise(part, [(0, 6)], 0.2, "0 8").aux)
+    size = whole.aux.square().mean(-1, keepdim=True).sqrt()
+    assert (noised.aux - whole.aux).abs().max() > 0.19 * size.min()
+    assert ((noised.aux - whole.aux).abs() <= 0.2 * size + 1e-6).all()
+    assert torch.equal(noised.last, whole.last)

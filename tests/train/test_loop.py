@@ -12,7 +12,7 @@ from draftsmith.errors import CheckFailed, CheckpointError, DataError, Interrupt
 from draftsmith.train.batches import flat_batch, padded
 from draftsmith.train.checkpoint import checkpoints_in, load_checkpoint
 from draftsmith.train.metrics import read_metrics
-from tests.train.builders import build_store, features_of, make_trainer
+from tests.train.builders import build_store, features_of, make_trainer, work_on
 
 LENGTHS = [12, 30, 7, 21, 16, 3, 40, 9, 25, 18, 1, 33]
 
@@ -95,7 +95,7 @@ def test_a_batch_that_nobody_answered_in_changes_nothing(tmp_path, tiny_target, 
     trainer = make_trainer(tmp_path, tiny_target, store)
     silent = [dataclasses.replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) for sample in samples[:3]]
     before = weights(trainer)
-    launched = trainer.train_step(trainer.learner.prepare(flat_batch(silent)), 0)
+    launched = trainer.train_step(work_on(trainer, silent), 0)
     assert launched.figures()["loss"] == 0
     assert_same_bits(before, weights(trainer))
 
@@ -105,7 +105,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_samples(tmp_path, tiny_ta
     broken = dataclasses.replace(samples[3], aux=torch.full_like(samples[3].aux, torch.nan))
     before = weights(trainer)
     with pytest.raises(CheckFailed, match="s1, s3"):
-        trainer.train_step(trainer.learner.prepare(flat_batch([samples[1], broken])), 0).figures()
+        trainer.train_step(work_on(trainer, [samples[1], broken]), 0).figures()
     assert_same_bits(before, weights(trainer))
 
 
@@ -183,7 +183,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, tiny_target, store, f
     content = (checkpoint / file).read_bytes()
     (checkpoint / file).write_bytes(content[: len(content) // 2])
     with pytest.raises(CheckpointError, match="step-00000001"):
-        load_checkpoint(checkpoint, trainer.draft, trainer.head, trainer.optimizer)
+        load_checkpoint(checkpoint, trainer.learner, trainer.head)
 
 
 def test_only_so_many_checkpoints_are_kept(tmp_path, tiny_target, store):

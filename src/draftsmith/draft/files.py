@@ -23,13 +23,17 @@ CONFIG, WEIGHTS, EMBEDDING = "config.json", "model.safetensors", "embed_tokens.w
 
 def save_draft(folder: Path, draft: Draft) -> None:
     """Write every tensor but the embedding, in the dtype that it has."""
-    tensors = {name: tensor.contiguous() for name, tensor in draft.state_dict().items() if name != EMBEDDING}
+    write_draft(folder, draft.config, {name: x for name, x in draft.state_dict().items() if name != EMBEDDING})
+
+
+def write_draft(folder: Path, config: DraftConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """`save_draft` for tensors that were taken from a draft."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).unlink(missing_ok=True)
     sync_folder(folder)
     with atomic_path(folder / WEIGHTS) as aside:
-        save_file(tensors, aside)
-    write_json(folder / CONFIG, draft.config.to_json())
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside)
+    write_json(folder / CONFIG, config.to_json())
 
 
 def load_draft(folder: Path, head: TargetHead) -> Draft:

@@ -11,6 +11,7 @@ from typing import Any
 
 from draftsmith.draft.config import DraftConfig, draft_config
 from draftsmith.errors import RequestError
+from draftsmith.gpus import peak_flops
 from draftsmith.probe.checks import Check
 from draftsmith.probe.machine import inspect_machine
 from draftsmith.recipe import Probe, Recipe, Train
@@ -22,23 +23,6 @@ USABLE_MEMORY = 0.9  # of a device; the rest is for activations, graphs and the 
 UTILIZATION = 0.3  # of peak arithmetic, in prefill and in training
 WRITE_BYTES_PER_SECOND = 2**30  # of a local NVMe disk; measured 1.1 GB/s with SmolLM2 on an H200
 CORE_FLOPS = 80e9  # one AVX2 core: 32 float32 operations a cycle at 2.5 GHz
-# Dense bf16 peak of a device, by a part of its name: NVIDIA's data sheets, without sparsity.
-GPU_FLOPS = (
-    ("B300", 2250e12),
-    ("B200", 2250e12),
-    ("H200", 989e12),
-    ("H100", 989e12),
-    ("H800", 989e12),
-    ("H20", 148e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
-    ("A10", 125e12),
-    ("4090", 165e12),
-    ("3090", 71e12),
-)
 UNKNOWN_GPU_FLOPS = 989e12
 MILLION = 1_000_000
 
@@ -107,7 +91,7 @@ def plan_devices(probe: Probe, machine: dict[str, Any]) -> Devices:
     if probe.gpu_memory_gib is not None:
         memory = int(probe.gpu_memory_gib * 2**30)
     name = gpus[0]["name"] if gpus else "unknown GPU"
-    flops = next((peak for part, peak in GPU_FLOPS if part in name), UNKNOWN_GPU_FLOPS)
+    flops = peak_flops(name) or UNKNOWN_GPU_FLOPS
     return Devices(name, probe.gpus or len(gpus) or 1, memory, flops)
 
 
@@ -334,7 +318,7 @@ def _check_trainer(draft: DraftConfig, recipe: Recipe, devices: Devices) -> Chec
 
 
 def _speed(devices: Devices) -> str:
-    known = "" if devices.is_cpu or any(part in devices.name for part, _ in GPU_FLOPS) else ", taken for an H100"
+    known = "" if devices.is_cpu or peak_flops(devices.name) else ", taken for an H100"
     peak = f"{figure(devices.flops / 1e12)} TFLOP/s"
     return f"{UTILIZATION:.0%} of {devices.count} × {peak} ({devices.name}{known})"
 

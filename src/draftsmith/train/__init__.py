@@ -13,21 +13,31 @@ if TYPE_CHECKING:
     from draftsmith.records import TargetFacts
     from draftsmith.target import TargetHead
 
+LEAST_BALANCE = 0.8  # below it, the report says so
+
 
 def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
-    """Train a draft on the store and leave it in checkpoints/final."""
-    from draftsmith.draft.files import save_draft
+    """Train a draft on the store and leave it in checkpoints/final. Under torchrun, all ranks call this."""
+    from functools import partial
+
+    from draftsmith.draft.files import save_draft, write_draft
+    from draftsmith.rundir import append_event
     from draftsmith.store.manifest import identity
     from draftsmith.store.shards import Store
-    from draftsmith.target import load_head, pick_device, pick_dtype, read_facts_of_run
+    from draftsmith.target import load_head, pick_dtype, read_facts_of_run
+    from draftsmith.train.checkpoint import draft_tensors
     from draftsmith.train.loop import Trainer
+    from draftsmith.train.ranks import Ranks, device_of_rank
 
+    ranks, device = Ranks.joined(), device_of_rank(recipe.train.device)
     facts = read_facts_of_run(paths)
-    device = pick_device(recipe.train.device)
-    store = Store.open(paths.require(paths.store, "extract"), expect=identity(facts))
+    # The head begins with the final norm, so states that it was applied to would be normed twice.
+    expected = {**identity(facts), "final_norm_applied": False}
+    store = Store.open(paths.require(paths.store, "extract"), expect=expected)
     head = load_head(facts, device, pick_dtype("auto", facts, device))
     draft = _first_draft(recipe, paths, facts, head, store.manifest.aux_layer_ids)
-    save_draft(paths.checkpoints / "initial", draft)
+    if ranks.is_first:
+        save_draft(paths.checkpoints / "initial", draft)
     trainer = Trainer(
         settings=recipe.train,
         seed=recipe.seed,
@@ -38,9 +48,15 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
         validation_indexes=[i for i, split in enumerate(store.splits) if split == "validation"],
         folder=paths.stage("train"),
         device=device,
+        ranks=ranks,
+        name=recipe.name,
     )
+    if ranks.is_first:
+        trainer.record = partial(append_event, paths, "train")
     validation = trainer.train()
-    save_draft(paths.checkpoints / "final", draft)
+    trained = draft_tensors(trainer.learner, averaged=True)
+    if ranks.is_first:
+        write_draft(paths.checkpoints / "final", draft.config, trained)
     return _report(trainer, validation)
 
 
@@ -79,6 +95,8 @@ def _report(trainer: Any, validation: dict[str, float]) -> dict[str, Any]:
     steps = trainer.total_steps
     report = {
         "steps": steps,
+        "ranks": trainer.ranks.count,
+        "balance": round(trainer.balance(), 3),
         "train_tokens": sum(trainer.lengths),
         "trained_parameters": sum(trained.values()),
         "trained": sorted(trained),
@@ -88,6 +106,11 @@ def _report(trainer: Any, validation: dict[str, float]) -> dict[str, Any]:
     lines = [
         f"train     {steps:,} steps over {report['train_tokens']:,} tokens, {report['trained_parameters']:,} weights"
     ]
+    if report["balance"] < LEAST_BALANCE:
+        lines.append(
+            f"          the {report['ranks']} ranks had work for {report['balance']:.0%} of their time: "
+            "too few samples fit a batch; raise train.batch_tokens"
+        )
     if validation:
         accuracy = " ".join(f"{validation[f'accuracy_{k}']:.3f}" for k in range(trainer.settings.unroll_steps))
         lines.append(

@@ -1,16 +1,23 @@
-"""Which samples go into which optimizer step, and how they become one flat batch. Derived from seed and step alone."""
+"""Which samples go into which optimizer step, and how they become flat batches.
+
+epoch ── plan_epoch ──→ batches, from seed and epoch alone
+batch ── share_out ───→ passes of each rank, which add up to the batch whatever their number
+pass ─── flat_batch ──→ one flat sequence
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 from torch.nn.functional import pad
 
+from draftsmith.draft.attention import Spans
 from draftsmith.records import Batch, Features
-from draftsmith.store.shards import Store
 
 T = TypeVar("T")
 
@@ -36,6 +43,36 @@ def plan_epoch(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int)
     return batches
 
 
+def share_out(
+    batch: Sequence[int], lengths: Sequence[int], ranks: int, pass_tokens: int | None
+) -> list[list[list[int]]]:
+    """Divide a batch over ranks, and what a rank gets over passes of at most `pass_tokens`, if that is not None.
+
+    The longest samples are dealt first, each to the pass with the fewest tokens. Every rank gets as many passes as the
+    others, so that all meet in every collective; a pass may be empty. A sample longer than a pass has one to itself.
+
+    Args:
+        batch: indexes into `lengths`, which are tokens of each sample.
+
+    Returns:
+        Samples by rank and pass, in the batch's order.
+    """
+    total = sum(lengths[index] for index in batch)
+    passes = 1 if pass_tokens is None else max(1, -(-total // (ranks * pass_tokens)))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(ranks * passes)]
+        tokens = [0] * len(bins)
+        for place in sorted(range(len(batch)), key=lambda place: -lengths[batch[place]]):
+            least = tokens.index(min(tokens))
+            bins[least].append(place)
+            tokens[least] += lengths[batch[place]]
+        if pass_tokens is None or all(len(b) < 2 or t <= pass_tokens for b, t in zip(bins, tokens, strict=True)):
+            break
+        passes += 1
+    shares = [[batch[place] for place in sorted(places)] for places in bins]
+    return [shares[rank::ranks] for rank in range(ranks)]
+
+
 def flat_batch(samples: Sequence[Features]) -> Batch:
     """Samples back to back, without padding."""
     lengths = torch.tensor([len(sample.input_ids) for sample in samples])
@@ -48,6 +85,13 @@ def flat_batch(samples: Sequence[Features]) -> Batch:
         aux=torch.cat([sample.aux for sample in samples]),
         last=torch.cat([sample.last for sample in samples]),
     )
+
+
+def silent_batch(aux_layers: int, hidden_size: int) -> Batch:
+    """One token of which nothing counts: what a rank without samples works on, to meet the others."""
+    nothing = torch.zeros(1, dtype=torch.int64)
+    states = torch.zeros(1, aux_layers, hidden_size)
+    return Batch((), nothing, nothing.bool(), nothing.clone(), nothing.clone(), states, states[:, 0])
 
 
 def padded(batch: Batch, tokens: int) -> Batch:
@@ -66,16 +110,29 @@ def padded(batch: Batch, tokens: int) -> Batch:
     )
 
 
-def read_batches(store: Store, plan: Sequence[Sequence[int]], then: Callable[[Batch], T]) -> Iterator[T]:
-    """The planned batches in order, each read, and prepared by `then`, while the one before is in use."""
+def with_noise(batch: Batch, spans: Spans, share: float, seed: str) -> Batch:
+    """The batch with uniform noise on its auxiliary states, of at most `share` of each state's root mean square.
 
-    def read(indexes: Sequence[int]) -> T:
-        return then(flat_batch([store[index] for index in indexes]))
+    A document's noise follows from seed and sample id alone, whatever stands beside it.
+    """
+    aux = batch.aux.clone()
+    generator = torch.Generator(aux.device)
+    for id, (start, end) in zip(batch.sample_ids, spans, strict=False):  # what padding added has no id
+        digest = hashlib.sha256(f"{seed} {id}".encode()).digest()
+        generator.manual_seed(int.from_bytes(digest[:7], "big"))
+        states = aux[start:end].float()
+        size = share * states.square().mean(-1, keepdim=True).sqrt()
+        noise = torch.rand(states.shape, generator=generator, device=aux.device)
+        aux[start:end] = (states + size * (2 * noise - 1)).to(aux.dtype)
+    return dataclasses.replace(batch, aux=aux)
 
+
+def read_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """What each job returns, in order, the next one running in a thread while the one before is in use."""
     with ThreadPoolExecutor(max_workers=1) as reader:
         ahead = None
-        for indexes in plan:
-            coming = reader.submit(read, indexes)
+        for job in jobs:
+            coming = reader.submit(job)
             if ahead is not None:
                 yield ahead.result()
             ahead = coming

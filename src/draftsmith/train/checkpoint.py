@@ -1,7 +1,7 @@
-"""Checkpoints that are complete or absent.
+"""Checkpoints that are complete or absent, written while training goes on.
 
 checkpoints/initial/            the draft before training
-checkpoints/step-00000500/      draft, optimizer.safetensors, state.json: all that resuming needs
+checkpoints/step-00000500/      draft, optimizer.safetensors, state.json: what resuming needs, on any number of ranks
 checkpoints/final/              the trained draft
 """
 
@@ -9,27 +9,105 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from draftsmith.draft.files import load_draft, save_draft
-from draftsmith.draft.model import Draft
+from draftsmith.draft.config import DraftConfig
+from draftsmith.draft.files import EMBEDDING, load_draft, write_draft
 from draftsmith.errors import CheckpointError
 from draftsmith.rundir import atomic_folder, write_json
 from draftsmith.target import TargetHead
+from draftsmith.train.step import Learner
+
+Tensors = dict[str, torch.Tensor]
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save_checkpoint(folder: Path, step: int, draft: Draft, optimizer: torch.optim.Optimizer, keep: int) -> None:
-    """Write the checkpoint after optimizer step `step`, then delete all but the newest `keep`."""
-    with atomic_folder(folder / f"step-{step:08d}") as aside:
-        save_draft(aside, draft)
-        save_file(_optimizer_tensors(draft, optimizer), aside / "optimizer.safetensors")
-        write_json(aside / "state.json", {"step": step})
-    for old in checkpoints_in(folder)[:-keep]:
-        shutil.rmtree(old)
+class CheckpointWriter:
+    """Copies a learner to host memory, and writes the copy in a thread; one at a time.
+
+    All ranks take part in the copying, since each may hold a part of the weights; the first one writes.
+    """
+
+    def __init__(self, folder: Path, keep: int, *, writes: bool) -> None:
+        self.folder, self.keep, self.writes = folder, keep, writes
+        self.thread = ThreadPoolExecutor(max_workers=1)
+        self.in_flight: Future[None] | None = None
+        self.memory: Tensors = {}  # of the copy, kept from one checkpoint to the next: pinning it takes a while
+
+    def save(self, step: int, learner: Learner) -> None:
+        """Begin to write the checkpoint after optimizer step `step`, once the one before is written."""
+        self.wait()
+        draft, optimizer = self._copy("draft", draft_tensors(learner)), self._copy("", optimizer_tensors(learner))
+        if self.writes:
+            if learner.device.type == "cuda":
+                torch.cuda.synchronize(learner.device)
+            self._begin(write_checkpoint, self.folder, step, learner.draft.config, draft, optimizer, self.keep)
+
+    def wait(self) -> None:
+        """Return once nothing is in flight. Raises what went wrong with it."""
+        if self.in_flight is not None:
+            done, self.in_flight = self.in_flight, None
+            done.result()
+
+    def check(self) -> None:
+        """Raise what went wrong with a write that is over; does not wait for one that is not."""
+        if self.in_flight is not None and self.in_flight.done():
+            self.wait()
+
+    def _begin(self, write: Callable[..., None], *arguments: Any) -> None:
+        self.in_flight = self.thread.submit(write, *arguments)
+
+    def _copy(self, prefix: str, tensors: Tensors) -> Tensors:
+        if not self.writes:
+            return {}
+        copies = {}
+        for name, tensor in tensors.items():
+            key = f"{prefix}/{name}"
+            if key not in self.memory:
+                self.memory[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[name] = self.memory[key].copy_(tensor, non_blocking=True)
+        return copies
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.thread.shutdown(wait=True)
+        if error is None:
+            self.wait()
+
+
+def write_checkpoint(
+    folder: Path, step: int, config: DraftConfig, draft: Tensors, optimizer: Tensors, keep: int
+) -> None:
+    """Write a checkpoint, then delete all but the newest `keep`.
+
+    Raises:
+        CheckpointError: the disk does not take it.
+    """
+    try:
+        with atomic_folder(folder / f"step-{step:08d}") as aside:
+            write_draft(aside, config, draft)
+            save_file(optimizer, aside / "optimizer.safetensors")
+            write_json(aside / "state.json", {"step": step})
+        for old in checkpoints_in(folder)[:-keep]:
+            shutil.rmtree(old)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be written: {error}",
+            where=str(folder),
+            hint="make room; the same command then goes on from the checkpoint before",
+        ) from error
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -37,36 +115,46 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-????????"))
 
 
-def load_checkpoint(folder: Path, draft: Draft, head: TargetHead, optimizer: torch.optim.Optimizer) -> int:
-    """Put a checkpoint's weights and moments in place and return the number of steps done.
+def load_checkpoint(folder: Path, learner: Learner, head: TargetHead) -> int:
+    """Put a checkpoint's weights, moments and moving average in place and return the number of steps done.
 
     Raises:
         CheckpointError: a file is missing or damaged, or does not fit the draft.
     """
-    draft.load_state_dict(load_draft(folder, head).state_dict())
+    weights, there = learner.weights, load_draft(folder, head).state_dict()
     try:
         tensors = load_file(folder / "optimizer.safetensors")
         step = int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"])
-        for name, parameter in _trained(draft):
-            optimizer.state[parameter] = {
-                "step": torch.tensor(float(step), device=parameter.device),
-                "exp_avg": tensors[f"{name}.exp_avg"].to(parameter.device),
-                "exp_avg_sq": tensors[f"{name}.exp_avg_sq"].to(parameter.device),
-            }
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        for name, held in weights.held.items():
+            held.data.copy_(weights.part(name, there[name]))
+            moments = {m: weights.part(name, tensors[f"{name}.{m}"].to(held.device)) for m in MOMENTS}
+            learner.optimizer.state[held] = {"step": torch.tensor(float(step), device=held.device), **moments}
+        for name, average in learner.averages.items():
+            average.copy_(weights.part(name, tensors[f"{name}.average"].to(average.device)))
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(
             f"is damaged: {error!r}", where=str(folder), hint="delete this folder to resume from the one before"
         ) from error
     return step
 
 
-def _trained(draft: Draft) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(name, p) for name, p in draft.named_parameters() if p.requires_grad]
+def draft_tensors(learner: Learner, *, averaged: bool = False) -> Tensors:
+    """All tensors of a draft's file, whole; with `averaged` and where there is one, the moving average of the weights.
+
+    Every rank must call this.
+    """
+    weights = learner.weights
+    parts = learner.averages if averaged and learner.averages else weights.held
+    buffers = {name: tensor for name, tensor in learner.draft.named_buffers() if name != EMBEDDING}
+    return buffers | {name: weights.whole(name, part.detach()) for name, part in parts.items()}
 
 
-def _optimizer_tensors(draft: Draft, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}.{moment}": optimizer.state[parameter][moment].contiguous()
-        for name, parameter in _trained(draft)
-        for moment in ("exp_avg", "exp_avg_sq")
-    }
+def optimizer_tensors(learner: Learner) -> Tensors:
+    """Moments, and the moving average of the weights where there is one, whole. Every rank must call this."""
+    weights, found = learner.weights, {}
+    for name, held in weights.held.items():
+        for moment in MOMENTS:
+            found[f"{name}.{moment}"] = weights.whole(name, learner.optimizer.state[held][moment])
+    for name, average in learner.averages.items():
+        found[f"{name}.average"] = weights.whole(name, average)
+    return found

@@ -1,33 +1,62 @@
 """EAGLE-3 with training-time test: read a batch, ask the teacher, unroll the draft, step.
 
 Everything that a step depends on (its samples, its learning rate) follows from its number, so a run that was killed
-goes on to the same bits.
+goes on to the same bits, and on another number of ranks with the same batches.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import torch
 
 from draftsmith import recipe
 from draftsmith.draft.loss import StepResult, total_loss
 from draftsmith.draft.model import Draft
-from draftsmith.errors import DataError
+from draftsmith.errors import DataError, DraftsmithError
 from draftsmith.progress import progress
-from draftsmith.signals import check_stop, stop_requested
+from draftsmith.records import Batch
+from draftsmith.signals import interrupted, stop_requested
 from draftsmith.store.shards import Store
 from draftsmith.target import TargetHead
-from draftsmith.train.batches import plan_epoch, read_batches
-from draftsmith.train.checkpoint import checkpoints_in, load_checkpoint, save_checkpoint
+from draftsmith.train.batches import flat_batch, plan_epoch, read_ahead, share_out, silent_batch
+from draftsmith.train.checkpoint import CheckpointWriter, checkpoints_in, load_checkpoint
 from draftsmith.train.metrics import MetricsLog
 from draftsmith.train.optim import learning_rate
+from draftsmith.train.ranks import FAILED, GO, STOP, Ranks
+from draftsmith.train.speed import Speed, matrix_flops, peak_of
 from draftsmith.train.step import Launched, Learner, PreparedBatch, acceptance_figures
+
+Shares = list[list[list[int]]]  # samples of the store by rank and pass: one optimizer step
+
+
+@dataclass(frozen=True)
+class Work:
+    """An optimizer step's batch, of which `passes` are this rank's."""
+
+    passes: list[PreparedBatch]
+    sample_ids: tuple[tuple[str, ...], ...]  # of the whole batch, by rank
+    lengths: list[int]  # tokens of its samples
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+@dataclass
+class Unread:
+    """A step that was launched; its figures have perhaps not been read."""
+
+    launched: Launched
+    work: Work
+    exact: bool
+    was_read: bool = False
 
 
 @dataclass
@@ -43,13 +72,23 @@ class Trainer:
     validation_indexes: list[int]
     folder: Path  # of the stage
     device: torch.device
+    ranks: Ranks = field(default_factory=Ranks.joined)
+    name: str = "train"  # of the run, for trackers
+    record: Callable[..., None] = lambda event, **details: None  # puts an event on record
 
     def __post_init__(self) -> None:
-        self.learner = Learner(self.draft, self.head, self.settings, self.device)
-        self.optimizer = self.learner.optimizer
-        self.lengths = [self.store.lengths[index] for index in self.train_indexes]
         if not self.train_indexes:
             raise DataError("no sample to train on", where="train", hint="lower prepare.validation_fraction")
+        if not any(_teaches(self.store[index].loss_mask) for index in self.train_indexes):  # mostly the first does
+            raise DataError(
+                f"none of {len(self.train_indexes)} samples has two tokens in a row that the target wrote",
+                where="train",
+                hint="look at the loss masks with `draftsmith prepare --show`",
+            )
+        self.lengths = [self.store.lengths[index] for index in self.train_indexes]
+        pass_tokens = None if self.ranks.count == 1 else min(self.settings.batch_tokens, self._longest_pass())
+        self.learner = Learner(self.draft, self.head, self.settings, self.device, self.ranks, pass_tokens)
+        self.speed = Speed(peak_of(self.device), self.ranks.count)
 
     @property
     def total_steps(self) -> int:
@@ -58,56 +97,110 @@ class Trainer:
         first = len(self._plan(0))  # later epochs shuffle into a batch more or less
         return max(1, math.ceil(first * self.settings.epochs))
 
-    def train(self) -> dict[str, Any]:
-        """Train to the end, from the newest checkpoint if there is one. Returns the last validation's figures."""
+    def train(self) -> dict[str, float]:
+        """Train to the end, from the newest checkpoint if there is one. Returns the last validation's figures.
+
+        Raises:
+            CheckFailed: a loss or gradient was not finite; names the samples. All ranks stop.
+            Interrupted: a rank was asked to stop. All have stopped after the same step, whose checkpoint is on disk.
+            RankFailed: another rank could not go on.
+        """
+        settings, first_rank = self.settings, self.ranks.is_first
         checkpoints = self.folder / "checkpoints"
-        done = checkpoints_in(checkpoints)
-        first = load_checkpoint(done[-1], self.draft, self.head, self.optimizer) if done else 0
-        log = MetricsLog(self.folder, first, tensorboard=self.settings.tensorboard)
-        saved = first
-        with log, progress("train", self.total_steps, "steps", done=first) as bar:
-            before: Launched | None = None  # its figures are read while the device works on the next step
-            for step, batch in zip(range(first, self.total_steps), self._batches(first), strict=False):
-                launched = self.train_step(batch, step)
-                bar.advance(1, _note(before.figures()) if before else "")
-                before, done_steps = launched, step + 1
+        done = self.ranks.heard_from_first(checkpoints_in(checkpoints))
+        first = saved = load_checkpoint(done[-1], self.learner, self.head) if done else 0
+        log = MetricsLog(
+            self.folder, first, settings.trackers, name=self.name, settings=settings.identity(), writes=first_rank
+        )
+        saver = CheckpointWriter(checkpoints, settings.keep_checkpoints, writes=first_rank)
+        with log, saver, progress("train", self.total_steps, "steps", done=first) as bar:
+            before, shown, work = None, dict[str, float | None](), self._work(first)
+            for step in range(first, self.total_steps):
+                batch = self._next(work, saver)
+                if batch is None:
+                    self._stop(saver, before, step if saved < step else None)
+                after = Unread(self.train_step(batch, step), batch, self._is_logged(step + 1))
+                if before is not None:  # read while the device works on the next step
+                    shown |= self._read(before)
+                before, done_steps = after, step + 1
                 if self._is_logged(done_steps):
-                    more = {"learning_rate": self._rate(step), "tokens": len(batch.batch.input_ids)}
-                    log.add("train", done_steps, launched.figures() | more | {"steps_per_second": bar.rate})
-                if done_steps % self.settings.checkpoint_every_steps == 0 or stop_requested():
-                    launched.figures()  # raises rather than save what a broken step left
-                    self._save(checkpoints, done_steps)
+                    shown |= self._read(before) | self.speed.take() | {"learning_rate": self._rate(step)}
+                    log.add("train", done_steps, shown | {"tokens": batch.tokens, "steps_per_second": bar.rate})
+                bar.advance(1, _note(shown))
+                if done_steps % settings.checkpoint_every_steps == 0:
+                    shown |= self._read(before)  # raises rather than save what a broken step left
+                    saver.save(done_steps, self.learner)
                     saved = done_steps
-                    check_stop("train")
-                if done_steps % self.settings.validate_every_steps == 0 and done_steps < self.total_steps:
+                    self.record("checkpoint", step=done_steps, **shown)
+                if done_steps % settings.validate_every_steps == 0 and done_steps < self.total_steps:
                     log.add("validation", done_steps, self.validate())
             if saved < self.total_steps:
-                self._save(checkpoints, self.total_steps)
+                saver.save(self.total_steps, self.learner)
             figures = self.validate()
             log.add("validation", self.total_steps, figures)
         return figures
 
-    def train_step(self, batch: PreparedBatch, step: int) -> Launched:
+    def train_step(self, work: Work, step: int) -> Launched:
         """Optimizer step number `step`, from 0; see `Learner.step`."""
-        return self.learner.step(batch, self._rate(step), exact=self._is_logged(step + 1))
+        exact = self._is_logged(step + 1)
+        launched = self.learner.step(work.passes, self._rate(step), exact=exact, sample_ids=work.sample_ids)
+        self.learner.average(step + 1)
+        return launched
 
     def _rate(self, step: int) -> float:
         return learning_rate(step, self.total_steps, self.settings)
 
+    def _next(self, work: Iterator[Work], saver: CheckpointWriter) -> Work | None:
+        """The next step's work, once all ranks have theirs; None if one of them was asked to stop."""
+        try:
+            saver.check()
+            with self.speed.waiting():
+                batch = next(work)
+        except DraftsmithError:
+            self.ranks.agree(FAILED + self.ranks.rank)
+            raise
+        return None if self.ranks.agree(STOP if stop_requested() else GO) == STOP else batch
+
+    def _stop(self, saver: CheckpointWriter, last: Unread | None, unsaved: int | None) -> NoReturn:
+        """Leave together, with everything on disk: who left early would have torchrun end the others."""
+        if unsaved is not None:
+            if last is not None:
+                self._read(last)
+            saver.save(unsaved, self.learner)
+        saver.wait()
+        self.ranks.wait_for_all()
+        raise interrupted("train")
+
+    def _read(self, step: Unread) -> dict[str, float | None]:
+        """Wait for a step; its figures, which count towards the speed once."""
+        figures = step.launched.figures()
+        if not step.was_read:
+            step.was_read = True
+            exact = step.exact or self.settings.mask_out_of_vocab
+            squares = sum(length**2 for length in step.work.lengths)
+            steps, tokens = self.settings.unroll_steps, step.work.tokens
+            flops = matrix_flops(self.draft.config, steps, tokens, squares, figures["slots"], exact)
+            self.speed.add(tokens, flops)
+        return {**figures}
+
     def validate(self) -> dict[str, float]:
-        """Loss and acceptance on the held-out samples, as they are known to training: teacher-forced."""
+        """Loss and acceptance on the held-out samples, as they are known to training: teacher-forced.
+
+        Of the averaged weights, where there are such: they are what training leaves.
+        """
         if not self.validation_indexes:
             return {}
-        sums: list[list[StepResult]] = []
         lengths = [self.store.lengths[index] for index in self.validation_indexes]
-        plan = plan_epoch(lengths, self.settings.batch_tokens, self.seed, 0)
+        plan = self._shares(plan_epoch(lengths, self.settings.batch_tokens, self.seed, 0), self.validation_indexes)
+        totals = torch.zeros(self.settings.unroll_steps, 5, dtype=torch.float64, device=self.device)
         self.draft.eval()
-        with torch.no_grad():
-            indexes = [[self.validation_indexes[i] for i in rows] for rows in plan]
-            for batch in read_batches(self.store, indexes, self.learner.prepare):
-                sums.append(self.learner.loss(batch)[1])
+        with torch.no_grad(), self.learner.averaged():
+            for work in read_ahead(partial(self._prepare, shares, None) for shares in plan):
+                for prepared in work.passes:
+                    totals += _sums(self.learner.loss(prepared)[1]).to(totals)
+            self.learner.weights.release()
         self.draft.train()
-        results = [_add(step) for step in zip(*sums, strict=True)]
+        results = [StepResult(*step) for step in self.ranks.sum(totals)]
         loss = total_loss(results, [result.loss_count for result in results], self.settings.step_decay)
         shares = [(float(step.correct), float(step.accepted), float(step.counted)) for step in results]
         return acceptance_figures(shares) | {"loss": loss.item()}
@@ -115,33 +208,74 @@ class Trainer:
     def _is_logged(self, done_steps: int) -> bool:
         return done_steps % self.settings.log_every_steps == 0 or done_steps == self.total_steps
 
-    def _plan(self, epoch: int) -> list[list[int]]:
-        plan = plan_epoch(self.lengths, self.settings.batch_tokens, self.seed, epoch)
-        return [[self.train_indexes[i] for i in rows] for rows in plan]
+    def _plan(self, epoch: int) -> list[Shares]:
+        """The batches of an epoch, which do not depend on how many ranks there are, each divided over them."""
+        return self._shares(plan_epoch(self.lengths, self.settings.batch_tokens, self.seed, epoch), self.train_indexes)
 
-    def _batches(self, first: int) -> Iterator[PreparedBatch]:
-        """Batches from step `first` on, epoch after epoch."""
+    def _shares(self, plan: list[list[int]], indexes: list[int]) -> list[Shares]:
+        batches = ([indexes[i] for i in rows] for rows in plan)
+        most = self.settings.micro_batch_tokens
+        return [share_out(batch, self.store.lengths, self.ranks.count, most) for batch in batches]
+
+    def _longest_pass(self) -> int:
+        lengths = self.store.lengths
+        return max(sum(lengths[i] for i in rows) for shares in self._plan(0) for passes in shares for rows in passes)
+
+    def balance(self) -> float:
+        """Share of the ranks' time that the most laden one leaves them with work, by tokens, over an epoch."""
+        lengths, used, most = self.store.lengths, 0, 0
+        for shares in self._plan(0):
+            tokens = [sum(lengths[i] for rows in passes for i in rows) for passes in shares]
+            used, most = used + sum(tokens), most + max(tokens) * len(tokens)
+        return used / most
+
+    def _work(self, first: int) -> Iterator[Work]:
+        """What to do from step `first` on, epoch after epoch."""
+        return read_ahead(self._jobs(first))
+
+    def _jobs(self, first: int) -> Iterator[Callable[[], Work]]:
         skipped = 0
         for epoch in itertools.count():
             plan = self._plan(epoch)
-            if skipped + len(plan) > first:
-                yield from read_batches(self.store, plan[max(0, first - skipped) :], self.learner.prepare)
+            for step, shares in enumerate(plan, start=skipped):
+                if step >= first:
+                    yield partial(self._prepare, shares, step)
             skipped += len(plan)
 
-    def _save(self, folder: Path, step: int) -> None:
-        save_checkpoint(folder, step, self.draft, self.optimizer, self.settings.keep_checkpoints)
+    def _prepare(self, shares: Shares, step: int | None) -> Work:
+        """Read this rank's share and send it to the device. Only what belongs to a `step` gets noise."""
+        store = self.store
+        noise_seed = None if step is None else f"{self.seed} {step}"
+        passes = [self.learner.prepare(self._flat(rows), noise_seed) for rows in shares[self.ranks.rank]]
+        ids = tuple(tuple(store.sample_ids[i] for rows in passes for i in rows) for passes in shares)
+        return Work(passes, ids, [store.lengths[i] for passes in shares for rows in passes for i in rows])
+
+    def _flat(self, rows: list[int]) -> Batch:
+        manifest = self.store.manifest
+        if not rows:
+            return silent_batch(len(manifest.aux_layer_ids), manifest.hidden_size)
+        return flat_batch([self.store[index] for index in rows])
 
 
-def _note(figures: dict[str, float]) -> str:
-    return f"loss {figures['loss']:.3f}  expected acceptance {figures['acceptance_length']:.2f}"
+def _teaches(loss_mask: torch.Tensor) -> bool:
+    """Whether any slot counts at the first unroll step (`draft/unroll.py`)."""
+    return bool((loss_mask[1:-1] & loss_mask[2:]).any())
 
 
-def _add(steps: tuple[StepResult, ...]) -> StepResult:
-    """The same unroll step of several batches together."""
-    return StepResult(
-        loss_sum=torch.stack([step.loss_sum for step in steps]).sum(),
-        loss_count=sum(step.loss_count for step in steps),
-        correct=torch.stack([step.correct for step in steps]).sum(),
-        accepted=torch.stack([step.accepted for step in steps]).sum(),
-        counted=sum(step.counted for step in steps),
-    )
+def _note(figures: dict[str, float | None]) -> str:
+    """What a progress bar says beside the steps."""
+    texts = {
+        "loss": "loss {:.3f}",
+        "acceptance_length": "expected acceptance {:.2f}",
+        "gradient_norm": "gradient {:.2g}",
+        "tokens_per_second": "{:,.0f} tokens/s",
+        "model_flop_utilisation": "MFU {:.0%}",
+        "data_wait_share": "waiting {:.0%}",
+    }
+    return "  ".join(text.format(value) for name, text in texts.items() if (value := figures.get(name)) is not None)
+
+
+def _sums(steps: list[StepResult]) -> torch.Tensor:
+    """The fields of each unroll step's result: [K, 5]"""
+    fields = ("loss_sum", "loss_count", "correct", "accepted", "counted")
+    return torch.stack([torch.stack([torch.as_tensor(getattr(s, f)).double() for f in fields]) for s in steps])

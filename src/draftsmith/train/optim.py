@@ -6,7 +6,6 @@ import math
 
 import torch
 from torch import nn
-from torch.nn.utils import get_total_norm
 
 from draftsmith import recipe
 
@@ -22,15 +21,15 @@ def learning_rate(step: int, total_steps: int, settings: recipe.Train) -> float:
     return settings.learning_rate * (least + (1 - least) * cosine)
 
 
-def make_optimizer(draft: nn.Module, settings: recipe.Train) -> torch.optim.AdamW:
-    """AdamW over what is trained, in the order of the parameter names; weights of one dimension do not decay."""
-    named = sorted((name, p) for name, p in draft.named_parameters() if p.requires_grad)
+def make_optimizer(held: dict[str, nn.Parameter], settings: recipe.Train) -> torch.optim.AdamW:
+    """AdamW over what this rank holds, in the order of the names; weights of one dimension do not decay."""
+    parameters = list(held.values())
     groups = [
-        {"params": [p for _, p in named if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for _, p in named if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    on_gpu = named[0][1].is_cuda
-    rate = torch.tensor(settings.learning_rate, device=named[0][1].device) if on_gpu else settings.learning_rate
+    on_gpu = parameters[0].is_cuda
+    rate = torch.tensor(settings.learning_rate, device=parameters[0].device) if on_gpu else settings.learning_rate
     return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, fused=True, capturable=on_gpu)
 
 
@@ -43,14 +42,14 @@ def set_rate(optimizer: torch.optim.AdamW, rate: float) -> None:
             group["lr"] = rate
 
 
-def clipped_step(optimizer: torch.optim.AdamW, max_grad_norm: float, apply: torch.Tensor) -> torch.Tensor:
-    """Scale all gradients together to a norm of at most `max_grad_norm`, and step; return their norm before that.
+def clipped_step(
+    optimizer: torch.optim.AdamW, norm: torch.Tensor, max_grad_norm: float, apply: torch.Tensor
+) -> torch.Tensor:
+    """Scale all gradients, whose norm together is `norm`, to one of at most `max_grad_norm`, and step. Returns `norm`.
 
     The step changes nothing where `apply` is false or the norm is not finite, which only the device needs to know:
     the fused optimizer takes the scale and the verdict as tensors (as `torch.amp.GradScaler` hands them to it).
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
     optimizer.grad_scale = ((norm + 1e-6) / max_grad_norm).clamp_min(1).float()  # type: ignore[attr-defined]
     optimizer.found_inf = (~(apply & norm.isfinite())).float()  # type: ignore[attr-defined]
     optimizer.step()

@@ -1,0 +1,152 @@
+"""Many processes that train one draft, started by torchrun on one machine or several.
+
+Each does its share of every batch, and gradients are summed once, after the backward pass. They are few and large (one
+per weight matrix), and the written-out backward pass has them at its very end, so hooks in the middle of it would have
+nothing to overlap with, and a captured step could not hold them (docs/decisions/0013).
+
+What the hosts agree on goes over gloo, beside the devices' work: whether to stop, and whether someone failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from draftsmith import launch
+from draftsmith.errors import CheckFailed, Interrupted, RankFailed, RequestError
+from draftsmith.target import pick_device
+
+T = TypeVar("T")
+GO, STOP, FAILED = 0, 1, 2  # FAILED + rank names who did
+LONGEST_WAIT = timedelta(minutes=30)  # for a rank that reads, validates or writes while the others wait
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among `count`. One alone has no process group, and none of this costs it anything."""
+
+    rank: int = 0
+    count: int = 1
+
+    @classmethod
+    def joined(cls) -> Ranks:
+        """Those of the process group, if there is one."""
+        return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place."""
+        if self.count > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def sum_each(self, tensors: Iterable[torch.Tensor]) -> None:
+        """`sum` of several, at once."""
+        if self.count > 1:
+            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                work.wait()
+
+    def copy_first(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrite tensors with those of the first rank."""
+        if self.count > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def agree(self, word: int) -> int:
+        """Say GO, STOP or FAILED + rank; returns the gravest that any rank said.
+
+        Raises:
+            RankFailed: another one failed.
+        """
+        if self.count == 1:
+            return word
+        said = torch.tensor([word])
+        dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        heard = int(said)
+        if heard >= FAILED and heard != word:
+            raise RankFailed(f"rank {heard - FAILED} failed, and its own message says why", where="train")
+        return heard
+
+    def heard_from_first(self, value: T) -> T:
+        """The first rank's value."""
+        if self.count == 1:
+            return value
+        said = [value]
+        dist.broadcast_object_list(said, src=0)
+        return said[0]
+
+    def wait_for_all(self) -> None:
+        """Return once every rank is here."""
+        self.agree(GO)
+
+
+def device_of_rank(wanted: str) -> torch.device:
+    """The device that this process trains on: each process of a machine has a GPU of its own.
+
+    Raises:
+        RequestError: the machine has fewer GPUs than processes, or one GPU is named for several processes.
+    """
+    device = pick_device(wanted)
+    if device.type != "cuda" or launch.world_size() == 1:
+        return device
+    index, there = launch.local_rank(), torch.cuda.device_count()
+    if ":" in wanted or index >= there:
+        raise RequestError(
+            f"rank {launch.rank()} cannot have {wanted if ':' in wanted else f'GPU {index}'}",
+            where="train",
+            hint=f"leave train.device at auto, and start no more processes here than there are GPUs, which is {there}",
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def run_on_ranks(device: str, lead: Callable[[Callable[[], Any]], T], work: Callable[[], Any]) -> T | None:
+    """Do `work` on all ranks. The first does it within `lead`, which keeps the records and may find it done already.
+
+    Args:
+        device: `train.device`.
+        lead: given a way to start `work` on all ranks, which it calls at most once.
+
+    Returns:
+        What `lead` returned, on the first rank; None on the others.
+    """
+    own = device_of_rank(device)
+    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=LONGEST_WAIT, device_id=own if own.type == "cuda" else None)
+    try:
+        ranks = Ranks.joined()
+        if ranks.is_first:
+            return _lead(ranks, lead, work)
+        if ranks.heard_from_first(False):
+            work()
+        return None
+    except (Interrupted, CheckFailed, RankFailed) as error:
+        if launch.rank() == 0:
+            raise
+        raise SystemExit(error.exit_code) from error  # all ranks found the same, and the first says so
+    finally:
+        dist.destroy_process_group()
+
+
+def _lead(ranks: Ranks, lead: Callable[[Callable[[], Any]], T], work: Callable[[], Any]) -> T:
+    called = False
+
+    def start() -> Any:
+        nonlocal called
+        called = True
+        ranks.heard_from_first(True)
+        return work()
+
+    try:
+        return lead(start)
+    finally:
+        if not called:
+            ranks.heard_from_first(False)

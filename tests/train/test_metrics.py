@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from draftsmith.errors import DataError, MissingExtraError
+from draftsmith.train.metrics import MetricsLog, read_metrics
+from draftsmith.train.speed import Speed, matrix_flops
+from tests.train.builders import build_store, features_of, make_trainer, work_on
+
+
+@pytest.fixture(scope="module")
+def samples(tiny_target):
+    return features_of(tiny_target, [12, 30, 7, 21, 16])
+
+
+@pytest.fixture(scope="module")
+def store(tiny_target, samples, tmp_path_factory):
+    return build_store(tmp_path_factory.mktemp("store") / "store", tiny_target, samples)
+
+
+def addmm_flops(total, left, right, out_shape=None, **options):
+    return 2 * left[0] * left[1] * right[1]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_operations_are_those_of_the_matrix_products_that_torch_counts(tmp_path, tiny_target, store, samples, exact):
+    """All but those of attention, which the counter does not know on CPUs."""
+    trainer = make_trainer(tmp_path, tiny_target, store, mask_out_of_vocab=False)
+    work = work_on(trainer, samples)
+    aten = torch.ops.aten
+    with FlopCounterMode(display=False, custom_mapping={aten.addmm_: addmm_flops}) as counter:
+        launched = trainer.learner.step(work.passes, 1e-3, exact=exact)
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(n for kind, n in counted.items() if kind in (aten.mm, aten.addmm, aten.addmm_))
+    slots = launched.figures()["slots"]
+    assert matrix_flops(trainer.draft.config, 3, work.tokens, 0, slots, exact) == pytest.approx(products, rel=0.002)
+
+
+def test_attention_adds_three_and_a_half_forward_passes_over_half_a_square(tmp_path, tiny_target, store):
+    config = make_trainer(tmp_path, tiny_target, store).draft.config
+    without, with_it = (matrix_flops(config, 3, 100, squares, 0, False) for squares in (0, 100**2))
+    width = config.num_attention_heads * config.head_dim
+    assert with_it - without == 3 * 3.5 * 4 * 100**2 / 2 * width
+
+
+def test_figures_of_a_run_have_speed_and_waiting_and_no_utilisation_of_a_cpu(tmp_path, tiny_target, store):
+    make_trainer(tmp_path, tiny_target, store).train()
+    for line in read_metrics(tmp_path):
+        if line["split"] == "train":
+            assert line["tokens_per_second"] > 0
+            assert 0 <= line["data_wait_share"] <= 1
+            assert line["gradient_norm"] > 0
+            assert line["acceptance_length"] >= 1
+            assert line["model_flop_utilisation"] is None
+
+
+def test_utilisation_is_of_all_devices_together():
+    speed = Speed(peak=1e12, devices=4)
+    for _ in range(2):
+        speed.add(tokens=10, flops=3e12)
+    assert speed.figures(seconds=2.0) == {
+        "tokens_per_second": 10.0,
+        "model_flop_utilisation": 0.75,
+        "data_wait_share": 0.0,
+    }
+    assert speed.take()["tokens_per_second"] > 0
+    assert speed.take()["tokens_per_second"] == 0
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_tracker_that_is_not_installed_is_named_with_the_remedy(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'draftsmith\[{package}\]'"):
+        MetricsLog(tmp_path, 0, [package])
+
+
+def test_tensorboard_gets_every_figure_that_there_is(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsLog(tmp_path, 0, ["tensorboard"]) as log:
+        log.add("train", 1, {"loss": 2.5, "model_flop_utilisation": None})
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert shown.Tags()["scalars"] == ["train/loss"]
+    assert read_metrics(tmp_path)[0]["model_flop_utilisation"] is None
+
+
+def test_samples_that_teach_nothing_are_refused_before_training(tmp_path, tiny_target, samples):
+    silent = [dataclasses.replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) for sample in samples]
+    store = build_store(tmp_path / "store", tiny_target, silent)
+    with pytest.raises(DataError, match="none of 4 samples"):
+        make_trainer(tmp_path, tiny_target, store)

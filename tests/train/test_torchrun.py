@@ -1,0 +1,69 @@
+"""`draftsmith train` as torchrun starts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from draftsmith import recipe, train
+from draftsmith.errors import RequestError, StoreError
+from draftsmith.pipeline import run_stage
+from draftsmith.rundir import RunPaths, read_events
+from draftsmith.store.manifest import read_manifest, write_manifest
+from tests.test_pipeline import write_recipe
+
+
+@pytest.fixture(scope="module")
+def extracted(tmp_path_factory, tiny_target):
+    """A folder with a recipe whose stages before `train` are done."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        loaded = recipe.load(write_recipe(folder, tiny_target))
+        for stage in ("probe", "prepare", "extract"):
+            run_stage(stage, loaded)
+    return folder
+
+
+def torchrun(folder, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "draftsmith", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_torchrun_trains_on_all_ranks_and_the_first_alone_records_and_prints(extracted):
+    paths = RunPaths(extracted / "runs/tiny")
+    done = torchrun(extracted, "train", "recipe.yaml", "--json", "train.log_every_steps=2")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ranks"] == 2
+    recorded = json.loads(paths.stage_file("train").read_text())["report"]
+    assert {name: value for name, value in recorded.items() if name != "summary"} == report
+    events = [event["event"] for event in read_events(paths) if event["stage"] == "train"]
+    assert [event for event in events if event != "checkpoint"] == ["started", "done"]
+    assert (paths.checkpoints / "final/config.json").exists()
+    again = torchrun(extracted, "train", "recipe.yaml", "train.log_every_steps=2")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.splitlines() == recorded["summary"]
+    assert read_events(paths)[-1]["event"] == "skipped"
+
+
+def test_states_that_the_final_norm_was_applied_to_are_refused(extracted):
+    store = RunPaths(extracted / "runs/tiny").store
+    manifest = read_manifest(store)
+    write_manifest(store, dataclasses.replace(manifest, final_norm_applied=True))
+    with pytest.raises(StoreError, match="final_norm_applied is true, and false is needed"):
+        train.run(recipe.load(extracted / "recipe.yaml"), RunPaths(extracted / "runs/tiny"))
+    write_manifest(store, manifest)
+
+
+def test_no_other_stage_runs_on_several_ranks(extracted, monkeypatch):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RequestError, match="`extract` is not for several processes"):
+        run_stage("extract", recipe.load(extracted / "recipe.yaml"))
