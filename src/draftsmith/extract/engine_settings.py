@@ -69,7 +69,7 @@ def engine_args(recipe: Recipe, facts: TargetFacts, dtype: str, longest_tokens: 
         "tensor_parallel_size": settings.tensor_parallel_size,
         "pipeline_parallel_size": settings.pipeline_parallel_size,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "max_num_seqs": settings.max_num_seqs,
+        "max_num_seqs": min(settings.max_num_seqs, settings.max_num_batched_tokens),  # vLLM refuses more
         "enforce_eager": settings.enforce_eager,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,

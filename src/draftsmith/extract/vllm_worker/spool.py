@@ -1,6 +1,6 @@
 """A captured sequence on its way from the engine to the store: one file, there completely or not at all.
 
-    tokens, layers, hidden size, dtype [4] int64, then input_ids [T] int32, then states [T, L, Ht]
+    length of input_ids, shape of states, dtype: [5] int64; then input_ids [T] int32, then states [T, L, Ht]
 
 The spool is no record of anything: what is in it when a run ends is thrown away, and nothing is synced to disk. Its
 files are ours alone, so that a write costs an engine's main thread, which shares the interpreter's lock with the
@@ -21,7 +21,7 @@ import torch
 WRITER_THREADS = 4  # copies into page cache run at 2 to 4 GB/s each
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAPPED_BYTES = 1 << 16  # from which a file is mapped: a process may have some ten thousand mappings, not more
-_HEADER = struct.Struct("<4q")
+_HEADER = struct.Struct("<5q")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def write_sequence(path: Path, input_ids: torch.Tensor, states: torch.Tensor) ->
         input_ids: [T] int32, the tokens that the engine was given.
         states: [T, L, Ht] on the CPU, one for each layer id of this writer, ascending.
     """
-    header = _HEADER.pack(*states.shape, DTYPES.index(states.dtype))
+    header = _HEADER.pack(len(input_ids), *states.shape, DTYPES.index(states.dtype))
     aside = f"{path}.partial"
     with open(aside, "wb", buffering=0) as file:
         for part in (header, _bytes(input_ids), _bytes(states)):
@@ -84,9 +84,9 @@ def _read(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     size = path.stat().st_size
     raw = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     raw = raw if size >= MAPPED_BYTES else raw.clone()
-    tokens, layers, hidden_size, dtype = raw[: _HEADER.size].view(torch.int64).tolist()
+    tokens, *shape, dtype = raw[: _HEADER.size].view(torch.int64).tolist()
     rest = raw[_HEADER.size :]
-    states = rest[4 * tokens :].view(DTYPES[dtype]).view(tokens, layers, hidden_size)
+    states = rest[4 * tokens :].view(DTYPES[dtype]).view(shape)
     return rest[: 4 * tokens].view(torch.int32), states
 
 
