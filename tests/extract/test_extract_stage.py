@@ -243,3 +243,18 @@ def test_a_disk_that_cannot_hold_the_states_is_refused_before_the_target_is_load
     with pytest.raises(StoreError, match=r"21 samples take .* GiB are free"):
         run(recipe, paths)
     assert not list(paths.store.glob("shard-*"))
+
+
+def test_a_store_whose_disk_is_not_there_is_not_begun_anew(tmp_path: Path, tiny_target: Path) -> None:
+    recipe, paths = prepared(tmp_path / "run", tiny_target)
+    run(recipe, paths)
+    paths.store.rename(tmp_path / "elsewhere")
+    for left in (None, paths.store):  # nothing, or the empty folder that a disk is mounted on
+        if left:
+            left.mkdir()
+        with pytest.raises(StoreError, match=r"was begun, and is not there now\n.*mount the disk.*--redo"):
+            run(recipe, paths)
+    assert list(paths.store.iterdir()) == []
+    paths.store.rmdir()
+    (tmp_path / "elsewhere").rename(paths.store)
+    assert run(recipe, paths)["samples"] == len(LENGTHS)

@@ -1,8 +1,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,6 @@ from draftsmith.store.shard_file import file_digest
 from draftsmith.store.shards import Store
 from draftsmith.store.sizes import predict_bytes
 from draftsmith.store.writer import StoreWriter
-from tests.store.limits import largest_file
 from tests.store.random_store import (
     AUX_LAYERS,
     HIDDEN_SIZE,
@@ -323,87 +320,13 @@ def test_a_reader_sees_only_whole_shards_while_a_writer_is_at_work(tmp_path: Pat
             assert len(list(Store.open(tmp_path / "store"))) == count
 
 
-def test_a_full_disk_leaves_what_was_committed_and_the_rest_can_follow(tmp_path: Path) -> None:
-    samples = [features(number, tokens=200) for number in range(6)]
-    write_store(tmp_path / "whole", samples)
-    folder = tmp_path / "store"
-    write_store(folder, samples[:2])
-    with (
-        largest_file(20_000),
-        pytest.raises(StoreError, match=r"shard-00001.*too large.*2 samples in its ledger are safe"),
-    ):
-        write_store(folder, samples[2:4])
-    assert Store.open(folder).sample_ids == ["sample-0", "sample-1"]
-    assert not list(folder.glob(".*.partial"))
-    write_store(folder, samples[2:])
-    assert contents(folder) == contents(tmp_path / "whole")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system of its own takes root")
-def test_no_space_left_on_device_is_an_error_that_says_what_is_safe(tmp_path: Path) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", small], capture_output=True).returncode:
-        pytest.skip("this machine does not let tests mount")
-    try:
-        with pytest.raises(StoreError, match=r"No space left.*samples in its ledger are safe"):
-            write_store(small / "store", [features(number, tokens=200) for number in range(40)])
-        store = Store.open(small / "store")
-        assert 0 < len(store) < 40
-        for found in store:
-            assert_same(found, features(int(found.id.removeprefix("sample-")), tokens=200))
-    finally:
-        subprocess.run(["umount", "--lazy", small], check=True)
-
-
 def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StoreError, match="permissions"), StoreWriter.open(tmp_path / "file" / "store", manifest(), 1):
+    with (
+        pytest.raises(StoreError, match="a file is in the way"),
+        StoreWriter.open(tmp_path / "file" / "store", manifest(), 1),
+    ):
         pass
-
-
-KILL_AT_EACH_CALL = """
-import os, signal, sys
-from pathlib import Path
-from draftsmith.store.shards import Store
-from tests.store.limits import largest_file
-from tests.store.random_store import some_features, write_store
-
-def write(folder, calls):  # in a process of its own, killed at its `calls`-th call that changes the folder
-    process = os.fork()
-    if process:
-        return os.waitpid(process, 0)[1]
-    count = 0
-    def count_calls(event, arguments):
-        nonlocal count
-        if event in ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir") and str(folder) in str(arguments[0]):
-            count += 1
-            if count == calls:
-                os.kill(os.getpid(), signal.SIGKILL)
-    sys.addaudithook(count_calls)
-    done = len(Store.open(folder)) if (folder / "manifest.json").exists() else 0
-    write_store(folder, some_features(5)[done:])
-    os._exit(0)
-
-for calls in range(1, 1000):
-    folder = Path(sys.argv[1]) / f"killed-at-{calls}"
-    if write(folder, calls) == 0:
-        break
-    if (folder / "manifest.json").exists():
-        list(Store.open(folder))
-    write(folder, calls // 2 + 1)  # and killed again while it resumes
-    assert write(folder, -1) == 0
-"""
-
-
-def test_a_writer_killed_at_any_call_to_the_file_system_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    write_store(tmp_path / "whole", some_features(5))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", KILL_AT_EACH_CALL, str(tmp_path)], env=environment, check=True)
-    killed = list(tmp_path.glob("killed-at-*"))
-    assert len(killed) > 20
-    for folder in killed:
-        assert contents(folder) == contents(tmp_path / "whole"), folder.name
 
 
 def test_the_ledger_is_json_by_the_line(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from draftsmith.errors import RequestError, StoreError
 from draftsmith.layers import validate_layer_ids
 from draftsmith.recipe import Recipe
 from draftsmith.records import Features, TargetFacts
-from draftsmith.rundir import RunPaths, append_event
+from draftsmith.rundir import RunPaths, append_event, read_events
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -41,6 +41,7 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     facts = read_facts_of_run(paths)
     lengths = corpus_lengths(paths.require(paths.corpus, "prepare"))
     manifest = _manifest(recipe, paths, facts)
+    _refuse_store_gone(paths)
     with StoreWriter.open(paths.store, manifest, recipe.extract.shard_mib * _MIB) as writer:
         if writer.lost:
             append_event(paths, "extract", "shards_lost", shards=writer.lost)
@@ -77,6 +78,20 @@ def _manifest(recipe: Recipe, paths: RunPaths, facts: TargetFacts) -> Manifest:
         engine_version=engine_version() if engine == "vllm" else version("transformers"),
         draftsmith_version=__version__,
     )
+
+
+def _refuse_store_gone(paths: RunPaths) -> None:
+    """A store that was begun and is not there is on a disk that is not there: a new one must not take its place."""
+    begun = False
+    for event in read_events(paths):
+        if event.get("stage") == "extract" and event["event"] in ("started", "redo", "predicted"):
+            begun = event["event"] == "predicted"
+    if begun and not (paths.store / "manifest.json").exists():
+        raise StoreError(
+            "was begun, and is not there now",
+            where=str(paths.store),
+            hint="mount the disk that it is on; or give --redo to extract all again",
+        )
 
 
 def _refuse_another_corpus(paths: RunPaths, committed: dict[str, int], lengths: dict[str, int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -75,15 +76,34 @@ def _take(lock: FileIO, folder: Path) -> None:
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
+_ROOM = "make room, or raise the quota; the same command goes on from there"
+_MOUNT = "see that the disk, or the network's mount, is there and answers; then the same command goes on from there"
+_HINTS = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: "the process may not write files so large (`ulimit -f`), or the file system cannot hold them: set "
+    "extract.shard_mib lower",
+    errno.EROFS: "it is mounted read-only: mount it for writing, or set run_dir to another disk",
+    errno.ENOTDIR: "a file is in the way: remove it, or set run_dir to another folder",
+    errno.EEXIST: "a file is in the way: remove it, or set run_dir to another folder",
+    errno.EACCES: "set its permissions right; the same command goes on from there",
+    errno.EPERM: "set its permissions right; the same command goes on from there",
+    errno.ENOENT: _MOUNT,
+    errno.ESTALE: _MOUNT,
+    errno.EIO: _MOUNT,
+    errno.ENODEV: _MOUNT,
+    errno.ENOTCONN: _MOUNT,
+    errno.ETIMEDOUT: _MOUNT,
+    errno.EHOSTDOWN: _MOUNT,
+}
+
+
 @contextmanager
 def file_system(folder: Path, problem: str, safe: int | None = None) -> Iterator[None]:
-    """Turn what the file system refuses into a StoreError that says what is safe."""
+    """Turn what the file system refuses into a StoreError that says what is safe and what to do."""
     try:
         yield
     except OSError as error:
         kept = "" if safe is None else f"; the {safe:,} samples in its ledger are safe"
-        raise StoreError(
-            f"{problem}: {error}{kept}",
-            where=str(folder),
-            hint="make room or set its permissions right; the same command goes on from there",
-        ) from error
+        hint = _HINTS.get(error.errno or 0, "see what the system's log says of this disk")
+        raise StoreError(f"{problem}: {error}{kept}", where=str(folder), hint=hint) from error

@@ -14,6 +14,7 @@ first line of format 2 comes after the last of those.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -64,9 +65,14 @@ class Ledger:
     last_checksum: str | None = None
 
     def append(self, entry: Entry) -> None:
-        """Add one line and wait until it is on disk. The file must exist and end with a whole line."""
+        """Add one line and wait until it is on disk.
+
+        Raises OSError if the file is not there, or not as it was left: the disk may be another than before.
+        """
         line, checksum = _encode(entry, len(self.entries) + 1, self.last_checksum)
-        with open(self.folder / LEDGER, "ab") as file:
+        with open(self.folder / LEDGER, "rb+") as file:
+            if file.seek(0, os.SEEK_END) != self.whole_bytes:
+                raise OSError(errno.ESTALE, "the ledger is not as it was left", str(self.folder / LEDGER))
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
@@ -145,7 +151,7 @@ def _lines(folder: Path) -> tuple[list[bytes], bytes]:
         raise StoreError(
             "is not there, so nothing beside it can be trusted",
             where=str(folder / LEDGER),
-            hint="restore the file from a copy, or delete the whole folder and extract again",
+            hint="restore the file from a copy, or give `draftsmith extract RECIPE --redo` to extract all again",
         ) from error
     except OSError as error:
         raise StoreError(f"cannot be read: {error}", where=str(folder / LEDGER)) from error

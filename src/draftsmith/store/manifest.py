@@ -58,7 +58,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Raises StoreError if it is not there, damaged, or of a format that this version does not know."""
     where = str(folder / MANIFEST)
-    again = "restore the file from a copy, or delete the whole folder and extract again"
+    again = "restore the file from a copy, or give `draftsmith extract RECIPE --redo` to extract all again"
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         data = json.loads(text)

@@ -6,13 +6,15 @@ the ledger. Whatever is cut short before that does not exist for readers, and th
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,6 +39,16 @@ from draftsmith.store.sizes import predict_bytes
 
 THREADS = min(8, max(2, (os.cpu_count() or 1) // 2))  # at most as many shards are in memory, and the one being filled
 
+SPARE_BYTES = 16 << 20  # left free on the disk, for the ledger, the manifest, and the run's other files
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Shard:
+    name: str
+    bytes: int  # about
+    entry: Future[Entry]
+
 
 class StoreWriter:
     """Adds samples to a store, one writer at a time. Use `StoreWriter.open`.
@@ -57,7 +69,7 @@ class StoreWriter:
         self._added = set(self.committed)
         self._pending: list[Features] = []
         self._pending_bytes = 0
-        self._under_way: deque[tuple[str, Future[Entry]]] = deque()  # shards that are not known to be in the ledger
+        self._under_way: deque[_Shard] = deque()  # those that are not known to be in the ledger
         self._abandon = threading.Event()
         # One core for each: with many shards under way, sharing out a single copy has only costs.
         self._threads = ThreadPoolExecutor(THREADS, "shard", initializer=torch.set_num_threads, initargs=(1,))
@@ -135,13 +147,29 @@ class StoreWriter:
     def _begin_shard(self) -> None:
         self._take_committed(THREADS - 1)
         name = shard_name(self._next_number)
-        before = self._under_way[-1][1] if self._under_way else None
-        self._under_way.append((name, self._threads.submit(self._commit, name, self._pending, before)))
+        self._refuse_to_fill_disk(name)
+        before = self._under_way[-1].entry if self._under_way else None
+        entry = self._threads.submit(self._commit, name, self._pending, before)
+        self._under_way.append(_Shard(name, self._pending_bytes, entry))
         self._next_number += 1
         self._pending, self._pending_bytes = [], 0
 
+    def _refuse_to_fill_disk(self, name: str) -> None:
+        with self._writing(name):
+            if self._free_bytes() < sum(shard.bytes for shard in self._under_way):
+                self._take_committed(at_most=0)
+            if self._free_bytes() < 0:
+                raise OSError(
+                    errno.ENOSPC, f"the disk is nearly full, and {self._pending_bytes / _MIB:,.0f} MiB are to come"
+                )
+
+    def _free_bytes(self) -> int:
+        """What the disk has left once the pending shard is on it."""
+        return shutil.disk_usage(self.folder).free - self._pending_bytes - SPARE_BYTES
+
     def _commit(self, name: str, samples: list[Features], before: Future[Entry] | None) -> Entry:
         """In a thread: write a shard, and enter it in the ledger after the one before, unless that fails."""
+        (self.folder / LEDGER).stat()  # of a disk that went away, not even the folder is made anew
         entry = write_shard(self.folder / name, samples, self.manifest.codec, self._abandon)
         if before is not None:
             before.result()
@@ -153,10 +181,10 @@ class StoreWriter:
 
         Raises what kept the first of them from it, now and ever after.
         """
-        while self._under_way and (len(self._under_way) > at_most or self._under_way[0][1].done()):
-            name, shard = self._under_way[0]
-            with self._writing(name):
-                entry = shard.result()
+        while self._under_way and (len(self._under_way) > at_most or self._under_way[0].entry.done()):
+            shard = self._under_way[0]
+            with self._writing(shard.name):
+                entry = shard.entry.result()
             self.committed.update(zip(entry.sample_ids, entry.lengths, strict=True))
             self._under_way.popleft()
 
