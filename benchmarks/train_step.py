@@ -35,6 +35,7 @@ from draftsmith.draft.config import DraftConfig
 from draftsmith.draft.model import Draft
 from draftsmith.records import Batch
 from draftsmith.target import FinalNorm, TargetHead
+from draftsmith.train.ranks import Ranks
 from draftsmith.train.step import Learner
 
 RESULT = Path(__file__).parent / "results" / "train_step.json"
@@ -78,7 +79,17 @@ def floor_seconds(work: Workload, tokens: int, steps: int) -> float:
     return tokens * (steps * (6 * layer + 3.5 * causal) + once) / MATRIX_FLOPS
 
 
-def make_learner(work: Workload, tokens: int, steps: int, kernels: str, top1: bool, device: torch.device) -> Learner:
+def make_learner(
+    work: Workload,
+    tokens: int,
+    steps: int,
+    kernels: str,
+    top1: bool,
+    device: torch.device,
+    *,
+    ranks: Ranks | None = None,
+    shard: bool = False,
+) -> Learner:
     config = DraftConfig(
         vocab_size=work.vocab,
         draft_vocab_size=work.draft_vocab,
@@ -119,8 +130,9 @@ def make_learner(work: Workload, tokens: int, steps: int, kernels: str, top1: bo
         autocast="bfloat16",
         learning_rate=1e-5,
         batch_tokens=tokens,
+        shard=shard,
     )
-    return Learner(draft, head, settings, device)
+    return Learner(draft, head, settings, device, ranks or Ranks())
 
 
 def make_batch(work: Workload, tokens: int, device: torch.device) -> Batch:

@@ -1,4 +1,8 @@
-"""Stopping at a safe point: the first Ctrl-C or SIGTERM asks, the second insists."""
+"""Stopping at a safe point: the first Ctrl-C or SIGTERM asks, the second insists.
+
+Under torchrun none insists: a scheduler signals every process, and torchrun hands the same signal on to each. It kills
+what has not ended half a minute later.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from draftsmith import launch
 from draftsmith.errors import Interrupted
 
 _requested = False
@@ -21,10 +26,13 @@ def graceful_stop() -> Iterator[None]:
 
     def request(number: int, frame: FrameType | None) -> None:
         global _requested
-        if _requested:
+        alone = launch.world_size() == 1
+        if _requested and alone:
             raise KeyboardInterrupt
+        if not _requested:
+            more = "; once more to stop at once" if alone else ""
+            print(f"stopping at the next safe point{more}", file=sys.stderr)
         _requested = True
-        print("stopping at the next safe point; once more to stop at once", file=sys.stderr)
 
     before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -38,6 +38,7 @@ RUNS = {
 
 def work(rank: int, count: int, folder: Path, target: Path, store_folder: Path) -> None:
     torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count)
     world = World(rank, folder, target, Store.open(store_folder))
     for name, settings in RUNS.items():
@@ -108,7 +109,8 @@ def terminated(world: World) -> None:
 
     def step_with_signal(batch, number):
         if number == 2 and world.rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(2):  # a scheduler's, and the same once more from torchrun
+                os.kill(os.getpid(), signal.SIGTERM)
         return step(batch, number)
 
     trainer.train_step = step_with_signal
