@@ -294,3 +294,19 @@ def test_a_published_model_that_transformers_lacks_is_refused_by_name(name: str,
 def test_a_configuration_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="transformers cannot read its configuration"):
         build_scale_model(evidence_of({**CONFIG, "hidden_act": ["silu"]}), tmp_path / "model")
+
+
+def test_a_model_that_does_not_shrink_is_refused(tmp_path: Path) -> None:
+    config = {**evidence_for("gpt2")["config"], "n_positions": 10_000_000}
+    with pytest.raises(TargetError, match=r"makes transformer\.wpe\.weight as large as \(10000000, 256\)"):
+        build_scale_model(evidence_of(config), tmp_path / "model")
+
+
+def test_a_setting_with_one_number_for_each_layer_shrinks_with_them(tmp_path: Path) -> None:
+    from transformers import Gemma3nTextConfig
+
+    config = json.loads(json.dumps(Gemma3nTextConfig().to_dict()))
+    config |= {"architectures": ["Gemma3nForCausalLM"], "intermediate_size": [16384] * config["num_hidden_layers"]}
+    scale = build_scale_model(evidence_of(config), tmp_path / "model")
+    written = json.loads((scale.folder / "config.json").read_text(encoding="utf-8"))
+    assert written["intermediate_size"] == [256] * written["num_hidden_layers"]

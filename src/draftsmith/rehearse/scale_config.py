@@ -44,7 +44,9 @@ PERIODS = (
     "moe_layer_freq",
 )
 # Settings that hold numbers of layers, not one entry per layer.
-LAYER_NUMBERS = ("mlp_only_layers", "moe_layers", "full_attn_idxs")
+LAYER_NUMBERS = ("mlp_only_layers", "moe_layers", "full_attn_idxs", "attn_layer_indices")
+# Layers that predict tokens further ahead, which transformers does not build.
+PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 _SPECIAL = re.compile(r"(_token_ids?|_token_index|_token_indices)$")
 _NOT_MODELS = ("quantization_config", "compression_config", "generation_config")
 
@@ -80,17 +82,14 @@ def shrink(config: dict[str, Any], effective: dict[str, Any], *, width: str, num
     path, text = _text_part(shrunk.config)
     _, full_text = _text_part(effective)
     shrunk.kept_layers = _layers_to_keep(text, full_text, num_hidden_layers)
-    wanted = {**_layer_settings(text, full_text, shrunk.kept_layers), "num_nextn_predict_layers": 0}
-    wanted |= {"mtp_num_hidden_layers": 0, "num_mtp_modules": 0}
+    _apply(shrunk, path, text, full_text, _layer_settings(text, full_text, shrunk.kept_layers))
     if width == "small":
-        wanted |= _text_widths(text, full_text)
-    _apply(shrunk, path, text, full_text, wanted)
-    if width == "small":
+        _apply(shrunk, path, text, full_text, _text_widths(text, full_text))
         hidden = next(value for key in HIDDEN_SIZE if (value := text.get(key)) is not None)
         _apply(shrunk, "", shrunk.config, effective, {"projection_hidden_size": TOWER})
         for name, tower, full_tower in _towers(shrunk.config, effective):
             _apply(shrunk, name, tower, full_tower, _tower_widths(tower, full_tower, hidden))
-        _shrink_reach(shrunk, path, text)
+        _shrink_reach(shrunk, path, text, full_text)
         _move_special_tokens(shrunk, effective)
     return shrunk
 
@@ -153,18 +152,20 @@ def _layers_to_keep(text: dict[str, Any], effective: dict[str, Any], count: int 
 
 
 def _per_layer(text: dict[str, Any], total: int) -> dict[str, Any]:
-    """The settings with one entry for each layer: lists, and Nemotron-H's string of letters."""
+    """The settings with one entry for each layer: lists, and Nemotron-H's pattern of letters."""
     return {
         key: value
         for key, value in text.items()
-        if isinstance(value, list | str) and len(value) == total and key not in LAYER_NUMBERS
+        if (isinstance(value, list) or (isinstance(value, str) and key.endswith("_pattern")))
+        and len(value) == total
+        and key not in LAYER_NUMBERS
     }
 
 
 def _layer_settings(text: dict[str, Any], effective: dict[str, Any], kept: tuple[int, ...]) -> dict[str, Any]:
     """All settings that count or list layers, for the layers that are kept."""
     total = _first(text, effective, NUM_LAYERS)
-    wanted: dict[str, Any] = {}
+    wanted: dict[str, Any] = dict.fromkeys(PREDICTION_LAYERS, 0)
     for key in NUM_LAYERS:
         if text.get(key, effective.get(key) if not _has(text, NUM_LAYERS) else None) is not None:
             wanted[key] = len(kept)
@@ -209,8 +210,11 @@ def _text_widths(text: dict[str, Any], effective: dict[str, Any]) -> dict[str, A
         "moe_intermediate_size": EXPERT_INTERMEDIATE,
         "shared_expert_intermediate_size": EXPERT_INTERMEDIATE,
         "moe_shared_expert_intermediate_size": EXPERT_INTERMEDIATE,
+        "expert_ffn_hidden_size": EXPERT_INTERMEDIATE,
         "q_lora_rank": Q_LORA_RANK,
         "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_topk": EXPERTS_PER_TOKEN,
+        "zero_expert_num": EXPERTS,
         "n_group": EXPERT_GROUPS,
         "topk_group": 1,
         "num_global_key_value_heads": KEY_VALUE_HEADS,
@@ -218,7 +222,9 @@ def _text_widths(text: dict[str, Any], effective: dict[str, Any]) -> dict[str, A
         "mamba_num_heads": 8,
         "n_groups": 2,
     }
-    wanted = {key: min(old, new) for key, new in limits.items() if (old := _first(text, effective, (key,)))}
+    wanted = {key: _at_most(new, old) for key, new in limits.items() if (old := _first(text, effective, (key,)))}
+    if expand := _first(text, effective, ("mamba_expand",)):
+        wanted["mamba_n_heads"] = expand * new_hidden // (_first(text, effective, ("mamba_d_head",)) or new_hidden)
     for names, new in (
         (HIDDEN_SIZE, new_hidden),
         (NUM_HEADS, new_heads),
@@ -230,6 +236,11 @@ def _text_widths(text: dict[str, Any], effective: dict[str, Any]) -> dict[str, A
         place = text if _has(text, names) else effective
         wanted |= {name: new for name in names if place.get(name) is not None}
     return wanted | _linear_attention(text, effective)
+
+
+def _at_most(limit: int, value: int | list[int]) -> int | list[int]:
+    """The setting limited; it may be one for each layer."""
+    return [min(limit, one) for one in value] if isinstance(value, list) else min(limit, value)
 
 
 def _linear_attention(text: dict[str, Any], effective: dict[str, Any]) -> dict[str, Any]:
@@ -260,11 +271,11 @@ def _tower_widths(tower: dict[str, Any], effective: dict[str, Any], hidden: int)
     }
 
 
-def _shrink_reach(shrunk: Shrunk, path: str, text: dict[str, Any]) -> None:
+def _shrink_reach(shrunk: Shrunk, path: str, text: dict[str, Any], effective: dict[str, Any]) -> None:
     """Windows and scales by position set in within a short sequence."""
     for key in ("sliding_window", "attention_chunk_size", "floor_scale"):
-        if isinstance(old := text.get(key), int) and old > REACH:
-            _apply(shrunk, path, text, {}, {key: REACH})
+        if isinstance(old := text.get(key, effective.get(key)), int) and old > REACH:
+            _apply(shrunk, path, text, effective, {key: REACH})
     for key in ("llama_4_scaling", "rope_parameters", "rope_scaling"):
         part = text.get(key)
         if isinstance(part, dict) and (key == "llama_4_scaling" or part.get("llama_4_scaling_beta")):

@@ -8,6 +8,7 @@ Every tensor is drawn from the seed and its own name, so that no two are alike a
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +34,10 @@ from draftsmith.rehearse.scale_names import (
     read_config,
     spelled_as_target,
 )
-from draftsmith.rundir import write_json
+from draftsmith.rundir import write_json, write_text
 
 SHARDS = 2
+MOST_WEIGHTS = 200_000_000  # of a small one; published configurations come to 3 to 15 million
 MAX_SHARD_WEIGHTS = 1 << 31
 _QUANTIZATION = ("quantization_config", "quantization", "compression_config")
 # vLLM's processor of Kimi-K2.5 is built from this file even where the engine serves text alone.
@@ -97,11 +99,11 @@ def build_scale_model(
         seed: of the weights.
 
     Raises:
-        TargetError: transformers does not know the architecture, its configuration is not usable, or what transformers
-            builds lacks weights that the target's decoder has.
+        TargetError: transformers does not know the architecture, its configuration is not usable or does not shrink,
+            or what transformers builds lacks weights that the target's decoder has.
     """
     quiet_libraries()
-    target = evidence.get("config")
+    target, known = evidence.get("config"), evidence.get("tensors")
     if target is None:
         raise TargetError("has no readable config.json", where=evidence.get("path"))
     effective = read_config(as_transformers_names_it(target)).to_dict()
@@ -110,13 +112,12 @@ def build_scale_model(
     config = _for_engines(shrunk.config, dtype, notes)
     layout = _layout(config, notes)
     dense_config = _without_quantization(as_transformers_names_it(config))
-    shapes, known = hub_shapes(dense_config), evidence.get("tensors")
+    shapes = hub_shapes(dense_config)
     if known:
         shapes = spelled_as_target(shapes, known, model_class(dense_config).base_model_prefix)
+    parameters = _count(shapes, math.inf if width == "full" else MOST_WEIGHTS)
+    plan = _plan(shapes, parameters, 1 if len(evidence.get("shards") or ()) == 1 else SHARDS)
     weights = _Weights(layout, getattr(torch, dtype), seed)
-    parameters = sum(math.prod(shape) for shape in shapes.values())
-    least_shards = 1 if len(evidence.get("shards") or ()) == 1 else SHARDS
-    plan = _plan(shapes, max(least_shards, math.ceil(parameters / MAX_SHARD_WEIGHTS)))
     stored = _write(folder, config, shapes, plan, weights.stored)
     if known:
         notes += compare_names(known, stored, same_layout=layout is not None or not _is_quantized(target))
@@ -127,6 +128,19 @@ def build_scale_model(
         plain = folder.with_name(f"{folder.name}-plain")
         _write(plain, _with_dtype(dense_config, "float32"), shapes, plan, weights.dense)
     return ScaleModel(folder, plain, shrunk.changes, tuple(notes), parameters)
+
+
+def _count(shapes: dict[str, Shape], most: float) -> int:
+    """All weights. Raises TargetError if there are more of them than a small model may have."""
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    if parameters > most:
+        largest = max(shapes, key=lambda name: math.prod(shapes[name]))
+        raise TargetError(
+            f"its scale model would have {parameters:,} weights: the setting that makes {largest} as large as "
+            f"{shapes[largest]} is not among those that are known to shrink",
+            where="config.json",
+        )
+    return parameters
 
 
 # ---- Configuration ----
@@ -217,12 +231,12 @@ class _Weights:
         return int.from_bytes(digest[:7], "little")
 
 
-def _plan(shapes: dict[str, Shape], shards: int) -> list[list[str]]:
-    """Names of the weights in each shard, in order, about as many weights in each."""
-    total, before = sum(math.prod(shape) for shape in shapes.values()), 0
+def _plan(shapes: dict[str, Shape], parameters: int, least: int) -> list[list[str]]:
+    """Names of the weights in each shard, in order, about as many weights in each; `least` shards, or more."""
+    shards, before = max(least, math.ceil(parameters / MAX_SHARD_WEIGHTS)), 0
     plan: list[list[str]] = [[] for _ in range(shards)]
     for name, shape in shapes.items():
-        plan[before * shards // total].append(name)
+        plan[before * shards // parameters].append(name)
         before += math.prod(shape)
     return [names for names in plan if names]
 
@@ -251,5 +265,5 @@ def _write(
         write_json(folder / "model.safetensors.index.json", index)
     if config.get("model_type") == "kimi_k25":
         write_json(folder / "preprocessor_config.json", _KIMI_PREPROCESSOR)
-    write_json(folder / "config.json", config)
+    write_text(folder / "config.json", json.dumps(config, indent=2))  # a published one may hold Infinity
     return list(weight_map)
