@@ -25,6 +25,8 @@ HEADS, KEY_VALUE_HEADS, MLA_HEADS = 4, 2, 2
 EXPERTS, EXPERTS_PER_TOKEN, EXPERT_GROUPS = 8, 2, 2
 TOWER = 64  # width of the towers of other modalities
 REACH = 64  # tokens after which a window or a scale by position sets in: short sequences must meet it
+CACHE_BLOCK = 128  # tokens in a block of vLLM's cache on a CPU; on a GPU it has fewer
+MOST_POSITIONS = 1 << 18  # an engine keeps the rotation of each in memory: 5 GB for Llama-4's ten million
 
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "dim")
@@ -273,9 +275,15 @@ def _tower_widths(tower: dict[str, Any], effective: dict[str, Any], hidden: int)
 
 def _shrink_reach(shrunk: Shrunk, path: str, text: dict[str, Any], effective: dict[str, Any]) -> None:
     """Windows and scales by position set in within a short sequence."""
-    for key in ("sliding_window", "attention_chunk_size", "floor_scale"):
-        if isinstance(old := text.get(key, effective.get(key)), int) and old > REACH:
-            _apply(shrunk, path, text, effective, {key: REACH})
+    limits = {
+        "sliding_window": REACH,
+        "floor_scale": REACH,
+        "attention_chunk_size": CACHE_BLOCK,  # whole blocks of the engine's cache
+        "max_position_embeddings": MOST_POSITIONS,
+    }
+    for key, limit in limits.items():
+        if isinstance(old := text.get(key, effective.get(key)), int) and old > limit:
+            _apply(shrunk, path, text, effective, {key: limit})
     for key in ("llama_4_scaling", "rope_parameters", "rope_scaling"):
         part = text.get(key)
         if isinstance(part, dict) and (key == "llama_4_scaling" or part.get("llama_4_scaling_beta")):
