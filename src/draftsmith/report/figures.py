@@ -153,8 +153,10 @@ def is_number(value: Any) -> bool:
 
 def say(value: float, unit: str, signed: bool = False) -> str:
     """A number with its unit, as people read it; `signed` for a difference."""
-    sign = "+" if signed and value > 0 else "−" if value < 0 else ""
-    return sign + _unsigned(abs(value), unit, signed)
+    text = _unsigned(abs(value), unit, signed)
+    if not set(text) & set("123456789"):  # what rounds to nothing has no sign
+        return text
+    return ("−" if value < 0 else "+" if signed else "") + text
 
 
 def _unsigned(value: float, unit: str, difference: bool) -> str:
@@ -168,7 +170,7 @@ def _unsigned(value: float, unit: str, difference: bool) -> str:
 
 
 def _time(seconds: float) -> str:
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +42,9 @@ def render(run: RunRecord, other: RunRecord | None, recipe: Path | None, made: d
         recipe: where the recipe on record is, for the commands.
         made: when this is.
     """
-    # What a run does not have is an undefined value, which prints as a dash.
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=jinja2.ChainableUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["show"] = show
-    environment.filters["between"] = between
     found = {one.name: one for one in figures(run)}
     tree = recorded_recipe(run)
-    return environment.get_template("page.html").render(
+    return _template().render(
         css=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         run=run,
         reports={name: stage.report for name, stage in run.stages.items()},
@@ -81,6 +72,20 @@ def render(run: RunRecord, other: RunRecord | None, recipe: Path | None, made: d
         recipe=as_yaml(tree) if tree else None,
         command=lambda stage, *more: command(stage, recipe, *more),
     )
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.ChainableUndefined,  # what a run does not have prints as nothing, or as a dash
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["show"] = show
+    environment.filters["between"] = between
+    return environment.get_template("page.html")
 
 
 def target_name(run: RunRecord) -> str | None:

@@ -41,7 +41,7 @@ class Axis:
         else:
             step = round_step((self.high - self.low) / 4)
             found = [step * i for i in range(math.floor(self.low / step), math.ceil(self.high / step) + 1)]
-        return [value for value in found if self.low * (1 - 1e-9) <= value <= self.high * (1 + 1e-9)]
+        return [value for value in found if -1e-6 <= self.place(value) <= 1 + 1e-6]
 
 
 def round_step(size: float) -> float:
