@@ -120,6 +120,16 @@ def test_the_gradient_is_that_of_the_mean_over_slots_whatever_shares_the_batch(t
 
 
 @pytest.mark.parametrize("kernels", ["auto", "plain"])
+def test_the_steps_weighted_losses_add_up_to_the_whole(tmp_path, tiny_target, store, samples, kernels):
+    trainer = make_trainer(tmp_path, tiny_target, store, kernels=kernels, step_decay=0.7)
+    loss, results = trainer.learner.loss(trainer.learner.prepare(flat_batch(samples)))
+    parts = [0.7**k * step.loss_sum.item() / int(step.loss_count) for k, step in enumerate(results)]
+    assert sum(parts) == pytest.approx(loss.item(), rel=1e-5)
+    for step in results:
+        assert int(step.accepted) <= int(step.correct) <= int(step.counted)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "plain"])
 def test_padding_a_batch_to_one_shape_changes_nothing(tmp_path, tiny_target, store, samples, kernels):
     trainer = make_trainer(tmp_path, tiny_target, store, kernels=kernels)
     batch, outcomes = flat_batch(samples[:5]), []

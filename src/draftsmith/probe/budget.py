@@ -222,10 +222,16 @@ def trainer_bytes(draft: DraftConfig, train: Train, document_tokens: int, state_
     the attention weights of whole documents: training as it is written, in its plain form.
     """
     weights = 16 * sum(draft_parameters(draft)) + (4 + 2 * state_bytes) * draft.vocab_size * draft.hidden_size
+    tokens = _tokens_at_once(train)
     activations = state_bytes * (14 * draft.hidden_size + 4 * draft.intermediate_size)
     logits = (state_bytes + 4 + 4) * draft.draft_vocab_size
-    attention = (state_bytes + 4) * draft.num_attention_heads * min(document_tokens, train.batch_tokens)
-    return weights, train.batch_tokens * train.unroll_steps * (activations + logits + attention)
+    attention = (state_bytes + 4) * draft.num_attention_heads * min(document_tokens, tokens)
+    return weights, tokens * train.unroll_steps * (activations + logits + attention)
+
+
+def _tokens_at_once(train: Train) -> int:
+    """Of one trainer that is alone: others would take a share of the batch."""
+    return min(train.batch_tokens, train.micro_batch_tokens or train.batch_tokens)
 
 
 # ---- Verdicts ----
@@ -306,14 +312,14 @@ def _check_trainer(draft: DraftConfig, recipe: Recipe, devices: Devices) -> Chec
     weights, kept = trainer_bytes(draft, train, document_tokens, 4 if devices.is_cpu else 2)
     detail = (
         f"{size(weights)} of weights and optimizer, at most {size(kept)} for the backward pass of "
-        f"{train.batch_tokens:,} tokens; assuming documents of {document_tokens:,} tokens and every token supervised"
+        f"{_tokens_at_once(train):,} tokens; assuming documents of {document_tokens:,} tokens, every token supervised"
     )
     if devices.memory_bytes is None:
         return Check("trainer memory", "ok", detail)
     detail += f"; of {size(devices.memory_bytes)} ({devices.name})"
     if weights + kept <= USABLE_MEMORY * devices.memory_bytes:
         return Check("trainer memory", "ok", detail)
-    hint = "lower train.batch_tokens, prepare.max_length_tokens or prepare.draft_vocab_size"
+    hint = "set train.micro_batch_tokens; or lower train.batch_tokens, max_length_tokens or draft_vocab_size of prepare"
     return Check("trainer memory", "warn", detail, hint)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -52,18 +55,17 @@ class Online:
                 hint=f"pip install 'draftsmith[{package}]'",
             ) from error
         self.module = module
-        if package == "wandb":
-            folder.mkdir(parents=True, exist_ok=True)
-            run = {"id": f"{name}-{_identity(folder)}", "dir": str(folder)}
-            module.init(project="draftsmith", name=name, config=settings, resume="allow", **run)
-        else:
-            module.init(project="draftsmith", name=f"{name}-{_identity(folder)}", config=settings, resume="allow")
+        unique = f"{name}-{_identity(folder)}"
+        of_run = {"name": name, "id": unique, "dir": str(folder)} if package == "wandb" else {"name": unique}
+        with redirect_stdout(sys.stderr):  # stdout is for data
+            module.init(project="draftsmith", config=settings, resume="allow", **of_run)
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         self.module.log(dict(figures), step=step)
 
     def close(self) -> None:
-        self.module.finish()
+        with redirect_stdout(sys.stderr):
+            self.module.finish()
 
 
 class MetricsLog:
@@ -115,8 +117,6 @@ class MetricsLog:
 
 def _identity(folder: Path) -> str:
     """Eight letters that tell this run from others of its name; kept beside its figures."""
-    import secrets
-
     file = folder / "tracker_id"
     if not file.exists():
         write_text(file, secrets.token_hex(4))
