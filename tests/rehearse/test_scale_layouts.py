@@ -103,7 +103,8 @@ def test_quantised_weights_are_about_as_large_as_others(name: str, tmp_path: Pat
 
 def test_another_layout_is_said_not_to_be_kept(tmp_path: Path) -> None:
     config = {**CONFIG, "head_dim": 32, "quantization_config": {"quant_method": "awq", "bits": 4}}
-    scale = build_scale_model(evidence_of(config), tmp_path / "model")
+    packed = {f"model.layers.0.self_attn.q_proj.{part}": ("I32", [8, 8]) for part in ("qweight", "qzeros")}
+    scale = build_scale_model(evidence_of(config, packed), tmp_path / "model")
     assert scale.plain == scale.folder
     assert any("awq" in note for note in scale.notes)
     assert "quantization_config" not in (scale.folder / "config.json").read_text(encoding="utf-8")

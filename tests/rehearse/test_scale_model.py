@@ -152,6 +152,18 @@ def test_a_number_of_layers_that_is_asked_for_shows_as_many_kinds_as_fit(tmp_pat
     assert set(config["hybrid_override_pattern"]) == set("M-*")
 
 
+def test_windows_and_scales_by_position_set_in_within_a_short_sequence(tmp_path: Path) -> None:
+    assert layer_settings("gpt-oss-20b", tmp_path)["sliding_window"] == 64
+    assert (
+        layer_settings("gemma-3-1b", tmp_path)["sliding_window"] == 64
+    )  # by default of its class, if it is not written
+    llama_4 = layer_settings("llama-4-scout", tmp_path)
+    assert (llama_4["floor_scale"], llama_4["attention_chunk_size"]) == (64, 128)
+    assert layer_settings("ministral-3-8b", tmp_path)["rope_parameters"]["original_max_position_embeddings"] == 64
+    yarn = layer_settings("deepseek-v3", tmp_path)["rope_scaling"]
+    assert yarn == evidence_for("deepseek-v3")["config"]["rope_scaling"]  # which says how frequencies were trained
+
+
 # ---- Names ----
 
 # Names of moonshotai/Kimi-K2.5's tensors on the hub, of its first layer and its second.
@@ -207,7 +219,6 @@ def test_tensors_outside_the_decoder_are_named_and_left_out() -> None:
     notes = compare_names(
         {"model.layers.0.a.weight": {}, "mtp.fc.weight": {}, "model.layers.0.rotary_emb.inv_freq": {}},
         ["model.layers.3.a.weight"],
-        same_layout=True,
     )
     assert len(notes) == 1
     assert "mtp.fc.weight" in notes[0]

@@ -119,8 +119,8 @@ def build_scale_model(
     plan = _plan(shapes, parameters, 1 if len(evidence.get("shards") or ()) == 1 else SHARDS)
     weights = _Weights(layout, getattr(torch, dtype), seed)
     stored = _write(folder, config, shapes, plan, weights.stored)
-    if known:
-        notes += compare_names(known, stored, same_layout=layout is not None or not _is_quantized(target))
+    if known and (layout is not None or not _is_quantized(target)):
+        notes += compare_names(known, stored)
     plain = folder
     if layout is not None and width == "full":
         notes.append("no dense copy is written at full width")

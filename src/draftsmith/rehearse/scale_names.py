@@ -25,7 +25,6 @@ _HUB_NAMES = {
 }
 # Tensors of published checkpoints that no model reads: buffers, and scales of a cache.
 _UNREAD = re.compile(r"inv_freq$|attn\.(masked_)?bias$|[kv]_scale$")
-_QUANTIZED = re.compile(r"(_packed|_scale|_shape|_scale_inv|_blocks|_scales|qweight|qzeros|scales|g_idx)$")
 
 
 def as_transformers_names_it(config: dict[str, Any]) -> dict[str, Any]:
@@ -115,21 +114,18 @@ def spelled_as_target(shapes: dict[str, Shape], target: dict[str, Any], prefix: 
     return bare if bare.keys() & target.keys() else shapes
 
 
-def compare_names(target: dict[str, Any], stored: list[str], *, same_layout: bool) -> list[str]:
+def compare_names(target: dict[str, Any], stored: list[str]) -> list[str]:
     """What differs between a target's tensor names and a scale model's, in words; layers and experts not told apart.
 
     Args:
         target: the evidence's tensors: some layers only.
         stored: all names of the scale model.
-        same_layout: whether quantised weights of both are stored alike.
 
     Raises:
         TargetError: the target's decoder has weights that the scale model lacks.
     """
     theirs = {_pattern(name) for name in target if not _UNREAD.search(name)}
     ours = {_pattern(name) for name in stored}
-    if not same_layout:
-        theirs = {_dense_name(name) for name in theirs}
     absent = sorted(name for name in theirs - ours if name != "lm_head.weight")  # it may be stored though it is tied
     if decoder := [name for name in absent if not any(word in name for word in NOT_TEXT)]:
         raise TargetError(
@@ -144,7 +140,3 @@ def compare_names(target: dict[str, Any], stored: list[str], *, same_layout: boo
 
 def _pattern(name: str) -> str:
     return re.sub(r"\.\d+\.", ".N.", name)
-
-
-def _dense_name(name: str) -> str:
-    return _QUANTIZED.sub("", name)
