@@ -1,17 +1,18 @@
 """How fast is the store written and read, against the disk itself, and what does it cost the processor?
 
-python benchmarks/store.py [--mib 512] [--shard-mib 64] [--tokens 512] [--hidden 4096] [--folder FOLDER] [--note NOTE]
+python benchmarks/store.py [--mib 512] [--shard-mib 64] [--tokens 512] [--hidden 4096] [--batch 8] …
+
+`--folder` is on the disk to measure; `--note` becomes part of the result's name.
 
 Captured states as extraction hands them over: bfloat16, three auxiliary layers and the last, views of one tensor.
 Everything goes through the disk: written files are synced, and before reading they are dropped from the page cache.
-Writes results/store.json, or results/store_NOTE.json.
+Writes results/store.json, or results/store_N.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -25,17 +26,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from draftsmith.records import Features
 from draftsmith.store.codec import CODECS
 from draftsmith.store.manifest import Manifest
+from draftsmith.store.shard_file import THREADS
 from draftsmith.store.shards import Store
-from draftsmith.store.writer import THREADS, StoreWriter
+from draftsmith.store.writer import StoreWriter
 
 RESULTS = Path(__file__).parent / "results"
-DEFAULTS = {"mib": 512, "shard-mib": 64, "tokens": 512, "hidden": 4096}
+DEFAULTS = {"mib": 512, "shard-mib": 64, "tokens": 512, "hidden": 4096, "batch": 8}
+AHEAD = 4  # batches
 LAYERS, MIB, GB = 4, 1 << 20, 1e9
-PACKAGES = ("draftsmith", "torch", "safetensors", "numpy")
+PACKAGES = ("draftsmith", "torch", "safetensors", "numpy", "pyarrow", "xxhash")
 
 
 def captured(tokens: int, hidden: int, total_bytes: int) -> list[Features]:
@@ -127,12 +131,22 @@ def store_write(folder: Path, samples: list[Features], codec: str, hidden: int, 
     return waited
 
 
-def store_read(folder: Path) -> float:
-    """Every sequence, each tensor touched from end to end."""
-    total = 0.0
-    for found in Store.open(folder):
-        total += float(found.aux.view(-1)[::2048].float().sum() + found.last.reshape(-1)[::2048].float().sum())
-    return total
+def store_read(folder: Path, batch: int) -> None:
+    """Every sequence, in batches that are laid out in memory as training does, the next ones brought in meanwhile."""
+    store = Store.open(folder)
+    batches = [range(first, min(first + batch, len(store))) for first in range(0, len(store), batch)]
+    for number, indexes in enumerate(batches):
+        for ahead in batches[number + 1 : number + 1 + AHEAD]:
+            store.prefetch(ahead)
+        found = store.read(indexes)
+        torch.cat([sample.aux for sample in found])
+        torch.cat([sample.last for sample in found])
+
+
+def disk_read_and_lay_out(folder: Path) -> None:
+    """Every file from front to back, into memory that is new each time."""
+    for path in sorted(folder.iterdir()):
+        path.read_bytes()
 
 
 def measure_disk(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -142,8 +156,11 @@ def measure_disk(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     written = timed(lambda: disk_write(folder, files, file_bytes, THREADS))
     drop_from_cache(folder)
     read = timed(lambda: disk_read(folder))
+    drop_from_cache(folder)
+    anew = timed(lambda: disk_read_and_lay_out(folder))
     shutil.rmtree(folder)
-    return {"write": rates(files * file_bytes, *written), "read": rates(files * file_bytes, *read)}
+    size = files * file_bytes
+    return {"write": rates(size, *written), "read": rates(size, *read), "read_anew": rates(size, *anew)}
 
 
 def measure_store(folder: Path, options: argparse.Namespace, codec: str, samples: list[Features]) -> dict[str, Any]:
@@ -153,12 +170,12 @@ def measure_store(folder: Path, options: argparse.Namespace, codec: str, samples
     written = timed(write)
     size = sum(path.stat().st_size for path in folder.glob("shard-*"))
     drop_from_cache(folder)
-    read = timed(lambda: store_read(folder))
+    read = timed(lambda: store_read(folder, options.batch))
     shutil.rmtree(folder)
     return {
         "bytes_per_captured_byte": round(size / captured_bytes, 4),
         "write": rates(captured_bytes, *written) | {"seconds_in_add": round(waited[0], 3)},
-        "read": rates(captured_bytes, *read),
+        "read": rates(captured_bytes, *read) | {"stored_gb_per_second": round(size / read[0] / GB, 3)},
     }
 
 
@@ -196,7 +213,7 @@ def main() -> None:
         "machine": machine(),
         "versions": versions(),
         "threads": THREADS,
-        "hash_gb_per_second": round(256 * MIB / GB / timed(lambda: hashlib.blake2b(bytes(256 * MIB)))[0], 2),
+        "hash_gb_per_second": round(256 * MIB / GB / timed(lambda: xxhash.xxh3_128(bytes(256 * MIB)))[0], 2),
         "figures": {},
     }
     samples = captured(options.tokens, options.hidden, options.mib * MIB)

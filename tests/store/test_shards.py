@@ -24,6 +24,7 @@ from tests.store.random_store import (
     HIDDEN_SIZE,
     assert_same,
     features,
+    in_bf16,
     manifest,
     some_features,
     write_store,
@@ -93,6 +94,38 @@ def test_predicted_bytes_are_within_one_percent_of_the_disks(tmp_path: Path) -> 
         predicted = predict_bytes([400] * 50, aux_layers=AUX_LAYERS, hidden_size=HIDDEN_SIZE, codec=codec)
         on_disk = sum(path.stat().st_size for path in (tmp_path / codec).glob("shard-*"))
         assert predicted == pytest.approx(on_disk, rel=0.01)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp32", "fp8", "lossless"])
+def test_what_is_read_at_once_and_ahead_is_what_is_read_one_by_one(tmp_path: Path, codec: str) -> None:
+    samples = [in_bf16(sample) for sample in [*some_features(), features(7, 0)]]
+    folder = write_store(tmp_path / "store", samples, codec=codec, dtype="bfloat16")
+    one_by_one = list(Store.open(folder))
+    store, order = Store.open(folder), [7, 3, 5, 3, 0, 6]
+    store.prefetch(order)
+    store.prefetch([])
+    for index, found in zip(order, store.read(order), strict=True):
+        assert_same(found, one_by_one[index])
+
+
+def test_where_a_sequence_lies_in_the_file_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_store(tmp_path / "store", [features(0, 5), features(1, 300), features(2, 4)])
+    store, asked = Store.open(folder), []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, begin, length, advice: asked.append((begin, length)))
+    store._bring_into_memory(1)
+    shard = (folder / "shard-00000.safetensors").read_bytes()
+    found = [shard[begin : begin + length] for begin, length in asked if length]
+    assert found == [features(1, 300).aux.numpy().tobytes(), features(1, 300).last.numpy().tobytes()]
+
+
+def test_a_damaged_shard_is_an_error_when_it_is_read_not_when_it_is_fetched(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", some_features())
+    (folder / "shard-00001.safetensors").write_bytes(b"damaged")
+    store = Store.open(folder)
+    store.prefetch(range(len(store)))
+    store.read([0, 1])
+    with pytest.raises(StoreError, match="shard-00001"):
+        store.read([0, 2])
 
 
 # ---- damage -----------------------------------------------------------------------------------------------------

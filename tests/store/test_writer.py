@@ -14,9 +14,9 @@ from draftsmith.errors import StoreError
 from draftsmith.store import shard_file
 from draftsmith.store.codec import CODECS
 from draftsmith.store.ledger import read_ledger
-from draftsmith.store.shard_file import file_digest, write_shard
+from draftsmith.store.shard_file import THREADS, file_digest, write_shard
 from draftsmith.store.shards import Store
-from draftsmith.store.writer import THREADS, StoreWriter
+from draftsmith.store.writer import StoreWriter
 from tests.store.limits import largest_file
 from tests.store.random_store import HIDDEN_SIZE, features, manifest, some_features, write_store
 

@@ -14,8 +14,7 @@ from draftsmith.rundir import write_json
 from draftsmith.store.folder import being_written, file_system, shards_in, sole_writer
 from draftsmith.store.ledger import Entry, read_ledger, salvage_ledger, write_ledger
 from draftsmith.store.manifest import Manifest, read_manifest
-from draftsmith.store.shard_file import map_shard
-from draftsmith.store.writer import THREADS
+from draftsmith.store.shard_file import THREADS, map_shard
 
 _GIB = 1 << 30
 

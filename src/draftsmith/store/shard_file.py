@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from draftsmith.store.manifest import Manifest
 
 # Large: after each piece a thread asks for the interpreter's lock, which can take 5 ms while another computes.
 PIECE_BYTES = 32 << 20
+READ_BYTES = 4 << 20
+THREADS = min(8, max(2, (os.cpu_count() or 1) // 2))  # that write, or read; each holds a shard in memory to write it
 # Widest last: a file has its tensors in the reverse of this order (safetensors `Dtype`), so that each is aligned.
 DTYPES = {
     torch.uint8: "U8",
@@ -141,8 +144,12 @@ def misfit(tensors: dict[str, torch.Tensor], tokens: int, manifest: Manifest) ->
 def file_digest(path: Path, name: str = "xxh3_128") -> str:
     """`name` and checksum of a file. XXH3 keeps up with memory, and tells damage; against forgery it is no help."""
     digest = {"xxh3_128": xxhash.xxh3_128, "blake2b": hashlib.blake2b}[name]
+    found, buffer = digest(), memoryview(bytearray(READ_BYTES))
     with open(path, "rb", buffering=0) as file:
-        return f"{name}:{hashlib.file_digest(file, digest).hexdigest()}"
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while count := file.readinto(buffer):
+            found.update(buffer[:count])
+    return f"{name}:{found.hexdigest()}"
 
 
 def _columns(samples: Sequence[Features], codec: str) -> list[Column]:

@@ -11,7 +11,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -23,14 +26,14 @@ from draftsmith.records import Features
 from draftsmith.store.codec import CODECS
 from draftsmith.store.ledger import Entry, read_ledger
 from draftsmith.store.manifest import Manifest, read_manifest, refuse_differences
-from draftsmith.store.shard_file import map_shard
+from draftsmith.store.shard_file import THREADS, map_shard
 
 
 class Store:
     """Reads a store: `store[i]` is sequence `i` in the order committed.
 
     Its states are views of the mapped file: do not write into them. A shard is checked against its checksum when it is
-    first touched. What is committed after opening is not seen.
+    first touched. What is committed after opening is not seen. May be used by several threads.
 
     Attributes:
         manifest: what the states are of.
@@ -49,6 +52,8 @@ class Store:
             for place, (start, stop) in enumerate(pairwise(accumulate(entry.lengths, initial=0)))
         ]
         self._shards: dict[int, dict[str, torch.Tensor]] = {}
+        self._opening = [threading.Lock() for _ in entries]
+        self._threads = ThreadPoolExecutor(THREADS, "store")
 
     @classmethod
     def open(cls, folder: Path, expect: dict[str, Any] | None = None) -> Self:
@@ -88,6 +93,31 @@ class Store:
             last=self._states(shard, "last", place, start, stop),
         )
 
+    def read(self, indexes: Iterable[int]) -> list[Features]:
+        """Several sequences at once, checked and decoded by several threads. Raises as `store[index]` does."""
+        return list(self._threads.map(self.__getitem__, indexes))
+
+    def prefetch(self, indexes: Iterable[int]) -> None:
+        """Begin to check the shards of sequences that will be read soon, and to bring those into memory.
+
+        Returns at once. A shard that is damaged is an error when it is read, not here.
+        """
+        for index in indexes:
+            self._threads.submit(self._bring_into_memory, index)
+
+    def _bring_into_memory(self, index: int) -> None:
+        number, _, start, stop = self._spans[index]
+        shard, entry = self._shard(number), self.entries[number]
+        first = min(tensor.data_ptr() for tensor in shard.values() if tensor.numel())
+        header_bytes = entry.bytes - sum(tensor.nbytes for tensor in shard.values())
+        descriptor = os.open(self.folder / entry.shard, os.O_RDONLY)
+        try:
+            for tensor in (shard["aux"][start:stop], shard["last"][start:stop]):
+                begin = header_bytes + tensor.data_ptr() - first
+                os.posix_fadvise(descriptor, begin, tensor.nbytes, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+
     def _states(self, shard: dict[str, torch.Tensor], name: str, place: int, start: int, stop: int) -> torch.Tensor:
         codec, parts = CODECS[self.manifest.codec], {"": shard[name][start:stop]}
         for key, tensor in shard.items():
@@ -101,7 +131,8 @@ class Store:
 
     def _shard(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors of a shard, mapped; checked the first time."""
-        if number not in self._shards:
-            entry = self.entries[number]
-            self._shards[number] = map_shard(self.folder / entry.shard, entry, self.manifest)
-        return self._shards[number]
+        with self._opening[number]:
+            if number not in self._shards:
+                entry = self.entries[number]
+                self._shards[number] = map_shard(self.folder / entry.shard, entry, self.manifest)
+            return self._shards[number]

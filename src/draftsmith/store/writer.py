@@ -7,7 +7,6 @@ the ledger. Whatever is cut short before that does not exist for readers, and th
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import threading
 from collections import deque
@@ -34,10 +33,8 @@ from draftsmith.store.manifest import (
     refuse_differences,
     write_manifest,
 )
-from draftsmith.store.shard_file import misfit, write_shard
+from draftsmith.store.shard_file import THREADS, misfit, write_shard
 from draftsmith.store.sizes import predict_bytes
-
-THREADS = min(8, max(2, (os.cpu_count() or 1) // 2))  # at most as many shards are in memory, and the one being filled
 
 SPARE_BYTES = 16 << 20  # left free on the disk, for the ledger, the manifest, and the run's other files
 _MIB = 1 << 20

@@ -33,6 +33,7 @@ from draftsmith.train.ranks import FAILED, GO, STOP, Ranks
 from draftsmith.train.speed import Speed, matrix_flops, peak_of
 from draftsmith.train.step import Launched, Learner, PreparedBatch, acceptance_figures
 
+FETCH_STEPS = 4  # so far ahead, samples are brought in from the disk
 Shares = list[list[list[int]]]  # samples of the store by rank and pass: one optimizer step
 
 
@@ -239,6 +240,8 @@ class Trainer:
             plan = self._plan(epoch)
             for step, shares in enumerate(plan, start=skipped):
                 if step >= first:
+                    if (soon := step - skipped + FETCH_STEPS) < len(plan):
+                        self.store.prefetch(i for rows in plan[soon][self.ranks.rank] for i in rows)
                     yield partial(self._prepare, shares, step)
             skipped += len(plan)
 
@@ -254,7 +257,7 @@ class Trainer:
         manifest = self.store.manifest
         if not rows:
             return silent_batch(len(manifest.aux_layer_ids), manifest.hidden_size)
-        return flat_batch([self.store[index] for index in rows])
+        return flat_batch(self.store.read(rows))
 
 
 def _teaches(loss_mask: torch.Tensor) -> bool:
