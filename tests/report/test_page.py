@@ -155,13 +155,16 @@ def test_a_stage_without_an_end_on_record_is_not_called_done(copy):
     "damage", [lambda data: data[: len(data) // 2 - 1], lambda data: b"[1]\n", lambda data: b"\xff\0"]
 )
 def test_a_damaged_file_is_named_and_the_rest_is_shown(copy, name, damage):
-    file = copy / name
+    file, before = copy / name, page_of(copy)
+    figures = before.by_id("acceptance").numbers | before.by_id("states").numbers
     file.write_bytes(damage(file.read_bytes()))
     report = write_report(copy)
-    assert [problem.split()[0] for problem in report["damaged"]] == [name]
+    assert [problem.split(":")[0] for problem in report["damaged"]] == [name]
     page = parse(Path(report["page"]).read_text())
     assert any(name in item.text for item in page.all("li"))
     assert len(page.all("section")) == 11
+    if name in ("evaluate/acceptance.json", "extract/store/manifest.json"):  # stage.json has the same
+        assert page.by_id("acceptance").numbers | page.by_id("states").numbers == figures
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

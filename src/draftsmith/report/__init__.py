@@ -30,9 +30,9 @@ def write_report(root: Path, against: Path | None = None) -> dict[str, Any]:
     """
     from datetime import datetime
 
+    from draftsmith.report.commands import as_yaml, recorded_recipe
     from draftsmith.report.page import render
     from draftsmith.report.record import read_run
-    from draftsmith.report.recorded import as_yaml, recorded_recipe
     from draftsmith.report.summary import as_json, summary_lines
     from draftsmith.rundir import write_text
 

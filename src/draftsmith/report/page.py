@@ -13,6 +13,7 @@ import numpy as np
 from markupsafe import Markup
 
 from draftsmith import __version__
+from draftsmith.report.commands import as_yaml, command, recorded_recipe
 from draftsmith.report.figures import (
     PREFERRED,
     compare,
@@ -27,7 +28,6 @@ from draftsmith.report.figures import (
 )
 from draftsmith.report.plots import Axis, Bar, Series, axis, grouped_bars, histogram, interval_rows, line_chart
 from draftsmith.report.record import RunRecord
-from draftsmith.report.recorded import as_yaml, command, recorded_recipe
 
 HERE = Path(__file__).parent
 MOST_POINTS, MOST_BINS, MOST_ROWS = 300, 24, 24

@@ -65,11 +65,12 @@ def read_run(root: Path) -> RunRecord:
         )
     reader = _Reader(root)
     events = reader.lines(paths.events)
+    stages = {stage: _stage(stage, reader, paths, events) for stage in SHOWN}
     return RunRecord(
         root=root,
-        stages={stage: _stage(stage, reader, paths, events) for stage in SHOWN},
+        stages=stages,
         metrics=reader.lines(paths.stage("train") / "metrics.jsonl"),
-        acceptance=reader.document(paths.acceptance),
+        acceptance=reader.document(paths.acceptance) or stages["evaluate"].report,
         manifest=reader.translated(paths.store / MANIFEST, lambda: vars(read_manifest(paths.store))) or {},
         lengths_tokens=reader.translated(paths.corpus, lambda: list(corpus_lengths(paths.corpus).values())) or [],
         rehearsal=reader.document(root / "rehearsal" / "rehearsal.json"),
@@ -91,10 +92,10 @@ class _Reader:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            self._note(path, f"is damaged: {error}")
+            self._note(path, f"damaged: {error}")
             return {}
         if not isinstance(data, dict):
-            self._note(path, f"is damaged: a JSON object is expected, not {type(data).__name__}")
+            self._note(path, f"damaged: a JSON object is expected, not {type(data).__name__}")
             return {}
         return data
 
@@ -121,11 +122,11 @@ class _Reader:
         except DraftsmithError as error:
             self._note(path, error.what)
         except (OSError, ValueError) as error:
-            self._note(path, f"is damaged: {error}")
+            self._note(path, f"damaged: {error}")
         return None
 
     def _note(self, path: Path, problem: str) -> None:
-        self.damaged.append(f"{path.relative_to(self.root)} {problem}")
+        self.damaged.append(f"{path.relative_to(self.root)}: {problem}")
 
 
 def _json_object(text: str) -> dict[str, Any] | None:
@@ -137,34 +138,35 @@ def _json_object(text: str) -> dict[str, Any] | None:
 
 
 def _stage(name: str, reader: _Reader, paths: RunPaths, events: list[dict[str, Any]]) -> StageRecord:
-    file = paths.stage_file(name)
     noted = len(reader.damaged)
-    state = reader.document(file)
+    state = reader.document(paths.stage_file(name))
     own = [event for event in events if event.get("stage") == name]
     redone = max((i for i, event in enumerate(own) if event.get("event") == "redo"), default=-1)
-    own = own[redone + 1 :]
-    ends = [event for event in own if event.get("event") in ENDED]
-    attempts = [event for event in own if event.get("event") in BEGUN]
-    if not state:
-        status = "damaged" if len(reader.damaged) > noted else "not done"
-    elif state.get("status") == "done":
-        status = "done"
-    else:
-        last = own[-1].get("event") if own else None
-        status = last if last in ENDED and last != "done" else "in work, or killed"
-    report = state.get("report")
-    measured = [event["seconds"] for event in ends if isinstance(event.get("seconds"), int | float)]
+    own = [event for event in own[redone + 1 :] if event.get("event") in (*BEGUN, *ENDED)]
+    last = own[-1] if own else {}
+    status = "damaged" if len(reader.damaged) > noted else _status(state, last.get("event"))
+    report = _dict(state.get("report"))
+    measured = [event["seconds"] for event in own if isinstance(event.get("seconds"), int | float)]
+    begun = sum(event["event"] in BEGUN for event in own)
     return StageRecord(
         name=name,
         status=status,
-        report=report if isinstance(report, dict) else {},
+        report=report,
         settings=_dict(_dict(state.get("fingerprint")).get("settings")),
         version=state.get("version"),
         machine=_dict(state.get("machine")),
-        stopped=len(attempts) - sum(event.get("event") == "done" for event in ends),
-        seconds=sum(measured) if measured else _dict(report).get("seconds"),
-        error=ends[-1].get("error") if ends and status == "failed" else None,
+        stopped=begun - sum(event["event"] == "done" for event in own),
+        seconds=sum(measured) if measured else report.get("seconds"),
+        error=last.get("error") if status == "failed" else None,
     )
+
+
+def _status(state: dict[str, Any], last_event: str | None) -> str:
+    if not state:
+        return "not done"
+    if state.get("status") == "done":
+        return "done"
+    return last_event if last_event in ("failed", "interrupted") else "in work, or killed"
 
 
 def _dict(value: Any) -> dict[str, Any]:
