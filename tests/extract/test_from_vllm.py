@@ -220,6 +220,18 @@ def test_an_engine_that_hangs_is_ended_and_said_to_be_silent(
     assert "without --redo" in str(raised.value.hint)
 
 
+def test_an_engine_that_hangs_while_it_starts_is_ended_with_what_it_wrote(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import time\nprint('asleep', flush=True)\ntime.sleep(600)\n")
+    monkeypatch.setattr("draftsmith.extract.engines.START_STALL_SECONDS", 2.0)
+    plan = plan_for(llama, tmp_path, stall_seconds=1.0)
+    plan = replace(plan, environment={**plan.environment, "PYTHONPATH": str(tmp_path)})
+    with pytest.raises(EngineError, match="nothing for 2 seconds, and is not ready yet") as raised:
+        list(capture(plan, mixed_samples(8)))
+    assert raised.value.detail == "asleep"
+
+
 def test_an_exception_in_a_worker_process_is_reported_with_type_place_samples_and_traceback(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,9 +42,10 @@ def explain_death(death: EngineDied, log: Path, start: int, ids: Callable[[Itera
     )
 
 
-def stalled(seconds: float, log: Path, start: int) -> EngineError:
+def stalled(seconds: float, ready: bool, log: Path, start: int) -> EngineError:
+    doing = "with samples under way" if ready else "and is not ready yet"
     return EngineError(
-        f"the engine has said nothing for {seconds:,.0f} seconds, with samples under way",
+        f"the engine has said nothing for {seconds:,.0f} seconds, {doing}",
         where="extract",
         hint="the same command, without --redo, goes on from the last shard; extract.stall_seconds allows longer steps",
         detail=log_tail(log, start),

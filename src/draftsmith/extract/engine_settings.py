@@ -108,4 +108,5 @@ def environment(facts: TargetFacts, longest_tokens: int) -> dict[str, str]:
         ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one import of vLLM less; the process is one of our own anyway
     if facts.max_position_embeddings and longest_tokens + ROOM > facts.max_position_embeddings:
         ours["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # for `ROOM`; no token gets such a position
-    return ours | os.environ
+    # Never by fork: the engine process has a thread that reads its input, whose lock a child would wait for for ever.
+    return {**ours, **os.environ, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}

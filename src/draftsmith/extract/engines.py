@@ -27,6 +27,7 @@ from draftsmith.records import Features, Sample
 from draftsmith.rundir import hash_json
 
 LIVES_WITHOUT_A_SAMPLE = 3  # an engine that dies as often before it captured anything is given up
+START_STALL_SECONDS = 900.0  # at the least, without a line in its log: compiling kernels takes minutes
 SPOOL_BYTES = 8 << 30  # at most, and a sixteenth of the machine's memory
 READER_THREADS = 4
 
@@ -75,7 +76,6 @@ class Engine:
         self.environment = plan.environment if device is None else plan.environment | {"CUDA_VISIBLE_DEVICES": device}
         self.under_way: dict[int, int] = {}  # sample number → tokens
         self.captured = self.captured_before = self.fruitless_lives = 0  # before: by its earlier lives
-        self.heard = time.monotonic()
 
     def start(self) -> None:
         for folder in (self.failures, self.spool):
@@ -89,11 +89,23 @@ class Engine:
             "spool": str(self.spool),
         }
         self.captured_before, self.under_way = self.captured, {}
+        self.heard, self.logged_bytes = time.monotonic(), self.log_start
         self.process = EngineProcess(job, self.failures, self.log, self.environment)
 
     @property
     def ready(self) -> bool:
         return self.process.capture is not None
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since it answered, or, while it starts, which may take long, since its log grew; 0 with nothing to do."""
+        if not self.ready and (size := self.log.stat().st_size) != self.logged_bytes:
+            self.heard, self.logged_bytes = time.monotonic(), size
+        return time.monotonic() - self.heard if self.under_way or not self.ready else 0.0
+
+    @property
+    def patience_seconds(self) -> float:
+        return self.plan.stall_seconds if self.ready else max(self.plan.stall_seconds, START_STALL_SECONDS)
 
     @property
     def load_tokens(self) -> int:
@@ -158,9 +170,8 @@ class Engines:
             for engine in select(self.engines, [], [], 1.0)[0]:
                 self._hear(engine, work)
             for engine in self.engines:
-                silence = time.monotonic() - engine.heard
-                if engine.under_way and silence > self.plan.stall_seconds:
-                    raise stalled(self.plan.stall_seconds, engine.log, engine.log_start)
+                if engine.silent_seconds > engine.patience_seconds:
+                    raise stalled(engine.patience_seconds, engine.ready, engine.log, engine.log_start)
             yield work.take_ready()
 
     def end(self) -> None:
