@@ -1,5 +1,5 @@
 # make demo   train, measure and export a draft for SmolLM2-135M on this machine
-# make test   all tests, the real vLLM among them
+# make test   the tests, the real vLLM among them; the long forms of some are left to: .venv/bin/pytest -m slow
 # make check  format, lint, types
 # make docs   docs/settings.md, from the code
 # Each creates .venv and installs what it needs, once.
@@ -14,7 +14,7 @@ demo: .venv/demo.done
 	$(BIN)/draftsmith demo
 
 test: .venv/test.done
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not slow'
 
 check: .venv/test.done
 	$(BIN)/ruff format --check src tests benchmarks
