@@ -146,8 +146,8 @@ def _stage(name: str, reader: _Reader, paths: RunPaths, events: list[dict[str, A
     last = own[-1] if own else {}
     status = "damaged" if len(reader.damaged) > noted else _status(state, last.get("event"))
     report = _dict(state.get("report"))
-    measured = [event["seconds"] for event in own if isinstance(event.get("seconds"), int | float)]
-    begun = sum(event["event"] in BEGUN for event in own)
+    ends = [event for event in own if event["event"] in ENDED]
+    measured = [event["seconds"] for event in ends if isinstance(event.get("seconds"), int | float)]
     return StageRecord(
         name=name,
         status=status,
@@ -155,7 +155,7 @@ def _stage(name: str, reader: _Reader, paths: RunPaths, events: list[dict[str, A
         settings=_dict(_dict(state.get("fingerprint")).get("settings")),
         version=state.get("version"),
         machine=_dict(state.get("machine")),
-        stopped=begun - sum(event["event"] == "done" for event in own),
+        stopped=len(own) - len(ends) - sum(event["event"] == "done" for event in ends),
         seconds=sum(measured) if measured else report.get("seconds"),
         error=last.get("error") if status == "failed" else None,
     )
