@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.real_model]
 
 
 def write_recipe(folder: Path, model: Path) -> Path:
-    """20 conversations with others' answers, and a worker that never writes the states of one of them."""
+    """40 conversations with others' answers, and a worker that never writes the states of the last."""
     conversations = [
         {
             "messages": [
@@ -32,7 +33,7 @@ def write_recipe(folder: Path, model: Path) -> Path:
                 {"role": "assistant", "content": f"{SENTENCES[(number + 1) % 4]} So it is {number}."},
             ]
         }
-        for number in range(20)
+        for number in range(40)
     ]
     (folder / "chat.jsonl").write_text("\n".join(json.dumps(one) for one in conversations))
     recipe = {
@@ -77,11 +78,12 @@ def test_a_run_shows_rate_and_time_left_and_keeps_the_engines_log_and_says_what_
     for stage in ("probe", "prepare"):
         run_stage(stage, load(file, []))
     code, output, screen = on_a_terminal("extract", str(file))
-    assert code == 1
-    assert f"1 of 20 samples failed twice and were set aside; the first, {dropped_id(tmp_path)}" in screen
-    assert "max_quarantined=0.05" in screen
+    assert code == 1, screen
+    assert "1 of 40 samples failed twice and were set aside" in screen, screen
+    assert dropped_id(tmp_path) in screen
+    assert "max_quarantined=0.025" in screen
     assert "tokens/s" in screen
-    assert "0:00:0" in screen, "time left"
+    assert re.search(r"\d:\d\d:\d\d", screen), "time left"
     log = (tmp_path / "run" / "extract" / "engine.log").read_text()
     assert "vllm" in log
     assert "INFO" in log
@@ -94,9 +96,9 @@ def test_a_run_shows_rate_and_time_left_and_keeps_the_engines_log_and_says_what_
     assert 0 < max(medians) < TOLERANCE[torch.bfloat16]
     assert parity["next_token_agreement"] > 0.9
 
-    code, output, screen = on_a_terminal("extract", str(file), "extract.max_quarantined=0.05")
+    code, output, screen = on_a_terminal("extract", str(file), "extract.max_quarantined=0.025")
     assert code == 0, screen
-    assert "extract: 19 samples" in output
+    assert "extract: 39 samples" in output
     assert "1 samples set aside, which failed twice" in output
 
 

@@ -15,7 +15,7 @@ from draftsmith.extract.vllm_worker.worker import CaptureWorker
 # First tokens.
 POISON, FLIPPED, NORMED, OTHER_EMBEDDINGS, REORDERED, HANGING = range(1, 7)
 FREE = 16  # from here on, a token sets nothing off
-DROPPED = 5  # sample number
+DROPPED = 39  # sample number
 LAYER = 3
 HAPPENED = "VLLM_FAULT_HAPPENED"  # variable of the environment: a file that is there once it has happened
 

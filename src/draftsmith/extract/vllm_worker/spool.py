@@ -116,29 +116,32 @@ class SpoolWriter:
         """
         self._raise_failures(wait=False)
         if not states.is_cuda:
-            for one in sequences:
-                write_sequence(self._file(one), one.input_ids, _rows(one, states))
+            self._write(sequences, states)
             return
         if self._copies is None:
             self._copies = torch.cuda.Stream()
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
             host_states = _to_pinned(states)
-            host_ids = [_to_pinned(one.input_ids) for one in sequences]
+            host = [Ended(one.number, _to_pinned(one.input_ids), one.start) for one in sequences]
             copied = torch.cuda.Event(blocking=True)
             copied.record()
         for tensor in (states, *(one.input_ids for one in sequences if one.input_ids.is_cuda)):
             tensor.record_stream(self._copies)
-        for one, ids in zip(sequences, host_ids, strict=True):
-            write = self._threads.submit(_write_copied, self._file(one), ids, _rows(one, host_states), copied)
-            self._writing.append(write)
+        self._writing.append(self._threads.submit(self._write, host, host_states, copied))
 
     def flush(self) -> None:
         """Wait until everything put is under its name. Raises what a write raised."""
         self._raise_failures(wait=True)
 
-    def _file(self, one: Ended) -> Path:
-        return spool_file(self.folder, one.number, self.layer_ids[0])
+    def _write(
+        self, sequences: Sequence[Ended], states: torch.Tensor, copied: torch.cuda.Event | None = None
+    ) -> None:
+        if copied is not None:
+            copied.synchronize()
+        for one in sequences:
+            path = spool_file(self.folder, one.number, self.layer_ids[0])
+            write_sequence(path, one.input_ids, states[one.start : one.start + len(one.input_ids)])
 
     def _raise_failures(self, wait: bool) -> None:
         pending = []
@@ -150,17 +153,8 @@ class SpoolWriter:
         self._writing = pending
 
 
-def _rows(one: Ended, states: torch.Tensor) -> torch.Tensor:
-    return states[one.start : one.start + len(one.input_ids)]
-
-
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _write_copied(path: Path, input_ids: torch.Tensor, states: torch.Tensor, copied: torch.cuda.Event) -> None:
-    copied.synchronize()
-    write_sequence(path, input_ids, states)
