@@ -158,7 +158,8 @@ def test_windows_and_scales_by_position_set_in_within_a_short_sequence(tmp_path:
         layer_settings("gemma-3-1b", tmp_path)["sliding_window"] == 64
     )  # by default of its class, if it is not written
     llama_4 = layer_settings("llama-4-scout", tmp_path)
-    assert (llama_4["floor_scale"], llama_4["attention_chunk_size"]) == (64, 128)
+    assert llama_4["attention_chunk_size"] == 128
+    assert llama_4["floor_scale"] == 8192  # below 32,768 tokens vLLM leaves it out, whatever the configuration says
     assert layer_settings("ministral-3-8b", tmp_path)["rope_parameters"]["original_max_position_embeddings"] == 64
     yarn = layer_settings("deepseek-v3", tmp_path)["rope_scaling"]
     assert yarn == evidence_for("deepseek-v3")["config"]["rope_scaling"]  # which says how frequencies were trained

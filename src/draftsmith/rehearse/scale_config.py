@@ -277,7 +277,6 @@ def _shrink_reach(shrunk: Shrunk, path: str, text: dict[str, Any], effective: di
     """Windows and scales by position set in within a short sequence."""
     limits = {
         "sliding_window": REACH,
-        "floor_scale": REACH,
         "attention_chunk_size": CACHE_BLOCK,  # whole blocks of the engine's cache
         "max_position_embeddings": MOST_POSITIONS,
     }
