@@ -17,7 +17,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -205,11 +207,8 @@ def main() -> None:
     parser.add_argument("--folder", help="on the disk to measure; the system's temporary folder if not given")
     parser.add_argument("--note", help="part of the result's name")
     options = parser.parse_args()
-    arguments = (
-        f"--mib {options.mib} --shard-mib {options.shard_mib} --tokens {options.tokens} --hidden {options.hidden}"
-    )
     result: dict[str, Any] = {
-        "command": f"python benchmarks/store.py {' '.join(arguments)}",
+        "command": shlex.join(["python", "benchmarks/store.py", *sys.argv[1:]]),
         "machine": machine(),
         "versions": versions(),
         "threads": THREADS,

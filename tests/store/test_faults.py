@@ -192,9 +192,9 @@ def test_a_disk_that_fills_at_any_call_loses_nothing_committed_and_the_rest_can_
         assert contents(folder) == contents(tmp_path / "whole"), folder.name
 
 
-def run_in_a_process(program: str, folder: Path) -> None:
+def run_in_a_process(program: str, *arguments: object) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", program, str(folder)], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", program, *map(str, arguments)], env=environment, check=True)
 
 
 KILL_AT_EACH_CALL = """
