@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -61,12 +62,12 @@ def share_out(
     passes = 1 if pass_tokens is None else max(1, -(-total // (ranks * pass_tokens)))
     while True:
         bins: list[list[int]] = [[] for _ in range(ranks * passes)]
-        tokens = [0] * len(bins)
+        fewest = [(0, number) for number in range(len(bins))]  # a heap of tokens and bin
         for place in sorted(range(len(batch)), key=lambda place: -lengths[batch[place]]):
-            least = tokens.index(min(tokens))
-            bins[least].append(place)
-            tokens[least] += lengths[batch[place]]
-        if pass_tokens is None or all(len(b) < 2 or t <= pass_tokens for b, t in zip(bins, tokens, strict=True)):
+            tokens, number = fewest[0]
+            bins[number].append(place)
+            heapq.heapreplace(fewest, (tokens + lengths[batch[place]], number))
+        if pass_tokens is None or all(tokens <= pass_tokens or len(bins[number]) < 2 for tokens, number in fewest):
             break
         passes += 1
     shares = [[batch[place] for place in sorted(places)] for places in bins]

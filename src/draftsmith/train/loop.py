@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -87,15 +87,18 @@ class Trainer:
                 hint="look at the loss masks with `draftsmith prepare --show`",
             )
         self.lengths = [self.store.lengths[index] for index in self.train_indexes]
-        pass_tokens = None if self.ranks.count == 1 else min(self.settings.batch_tokens, self._longest_pass())
+        pass_tokens = None
+        if self.ranks.count > 1:
+            longest = max(tokens for batch in self._loads() for passes in batch for tokens in passes)
+            pass_tokens = min(self.settings.batch_tokens, longest)
         self.learner = Learner(self.draft, self.head, self.settings, self.device, self.ranks, pass_tokens)
         self.speed = Speed(peak_of(self.device), self.ranks.count)
 
-    @property
+    @cached_property
     def total_steps(self) -> int:
         if self.settings.max_steps is not None:
             return self.settings.max_steps
-        first = len(self._plan(0))  # later epochs shuffle into a batch more or less
+        first = len(self._batches(0))  # later epochs shuffle into a batch more or less
         return max(1, math.ceil(first * self.settings.epochs))
 
     def train(self) -> dict[str, float]:
@@ -192,11 +195,12 @@ class Trainer:
         if not self.validation_indexes:
             return {}
         lengths = [self.store.lengths[index] for index in self.validation_indexes]
-        plan = self._shares(plan_epoch(lengths, self.settings.batch_tokens, self.seed, 0), self.validation_indexes)
+        plan = plan_epoch(lengths, self.settings.batch_tokens, self.seed, 0)
+        batches = [self._shares([self.validation_indexes[i] for i in rows]) for rows in plan]
         totals = torch.zeros(self.settings.unroll_steps, 5, dtype=torch.float64, device=self.device)
         self.draft.eval()
         with torch.no_grad(), self.learner.averaged():
-            for work in read_ahead(partial(self._prepare, shares, None) for shares in plan):
+            for work in read_ahead(partial(self._prepare, shares, None) for shares in batches):
                 for prepared in work.passes:
                     totals += _sums(self.learner.loss(prepared)[1]).to(totals)
             self.learner.weights.release()
@@ -209,26 +213,25 @@ class Trainer:
     def _is_logged(self, done_steps: int) -> bool:
         return done_steps % self.settings.log_every_steps == 0 or done_steps == self.total_steps
 
-    def _plan(self, epoch: int) -> list[Shares]:
-        """The batches of an epoch, which do not depend on how many ranks there are, each divided over them."""
-        return self._shares(plan_epoch(self.lengths, self.settings.batch_tokens, self.seed, epoch), self.train_indexes)
+    def _batches(self, epoch: int) -> list[list[int]]:
+        """Samples of the store by optimizer step; they do not depend on how many ranks there are."""
+        plan = plan_epoch(self.lengths, self.settings.batch_tokens, self.seed, epoch)
+        return [[self.train_indexes[i] for i in rows] for rows in plan]
 
-    def _shares(self, plan: list[list[int]], indexes: list[int]) -> list[Shares]:
-        batches = ([indexes[i] for i in rows] for rows in plan)
-        most = self.settings.micro_batch_tokens
-        return [share_out(batch, self.store.lengths, self.ranks.count, most) for batch in batches]
+    def _shares(self, batch: list[int]) -> Shares:
+        return share_out(batch, self.store.lengths, self.ranks.count, self.settings.micro_batch_tokens)
 
-    def _longest_pass(self) -> int:
-        lengths = self.store.lengths
-        return max(sum(lengths[i] for i in rows) for shares in self._plan(0) for passes in shares for rows in passes)
+    def _loads(self) -> list[list[list[int]]]:
+        """Tokens of the first epoch's batches, by rank and pass."""
+        lengths, shares = self.store.lengths, map(self._shares, self._batches(0))
+        return [[[sum(lengths[i] for i in rows) for rows in passes] for passes in batch] for batch in shares]
 
     def balance(self) -> float:
-        """Share of the ranks' time that the most laden one leaves them with work, by tokens, over an epoch."""
-        lengths, used, most = self.store.lengths, 0, 0
-        for shares in self._plan(0):
-            tokens = [sum(lengths[i] for rows in passes for i in rows) for passes in shares]
-            used, most = used + sum(tokens), most + max(tokens) * len(tokens)
-        return used / most
+        """Share of the ranks' time in which they have work, if the one with the most tokens of a batch always does."""
+        if self.ranks.count == 1:
+            return 1.0
+        loads = [[sum(passes) for passes in batch] for batch in self._loads()]
+        return sum(map(sum, loads)) / sum(max(of_ranks) * len(of_ranks) for of_ranks in loads)
 
     def _work(self, first: int) -> Iterator[Work]:
         """What to do from step `first` on, epoch after epoch."""
@@ -237,13 +240,13 @@ class Trainer:
     def _jobs(self, first: int) -> Iterator[Callable[[], Work]]:
         skipped = 0
         for epoch in itertools.count():
-            plan = self._plan(epoch)
-            for step, shares in enumerate(plan, start=skipped):
+            batches = self._batches(epoch)
+            for step, batch in enumerate(batches, start=skipped):
                 if step >= first:
-                    if (soon := step - skipped + FETCH_STEPS) < len(plan):
-                        self.store.prefetch(i for rows in plan[soon][self.ranks.rank] for i in rows)
-                    yield partial(self._prepare, shares, step)
-            skipped += len(plan)
+                    if (soon := step - skipped + FETCH_STEPS) < len(batches):
+                        self.store.prefetch(i for rows in self._shares(batches[soon])[self.ranks.rank] for i in rows)
+                    yield partial(self._prepare, self._shares(batch), step)
+            skipped += len(batches)
 
     def _prepare(self, shares: Shares, step: int | None) -> Work:
         """Read this rank's share and send it to the device. Only what belongs to a `step` gets noise."""
