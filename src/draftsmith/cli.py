@@ -142,7 +142,9 @@ def rehearse(
     as_json: Json = False,
     revision: Annotated[str | None, typer.Option(help="Hub revision")] = None,
     ssh: Annotated[str | None, typer.Option(help="user@host that holds MODEL; nothing is installed there")] = None,
-    folder: Annotated[Path | None, typer.Option("--dir", help="Where it is kept; the run's folder if not given")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="Where it is kept; the run's folder if not given")
+    ] = None,
 ) -> None:
     """Prove capture, training, export and serving on a scale model of the target, in about a minute."""
     from draftsmith.rehearse import rehearse as rehearse_model
@@ -183,9 +185,26 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = F
 
 
 @app.command()
-def evaluate(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = False, redo: Redo = False) -> None:
+def evaluate(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    redo: Redo = False,
+    why: Annotated[bool, typer.Option("--why", help="Try other readings of a draft that accepts little")] = False,
+    draft: Annotated[Path | None, typer.Option(help="With --why: folder of another draft than the run's")] = None,
+) -> None:
     """Acceptance length on held-out prompts, and proof that the output is unchanged."""
-    _stage("evaluate", recipe, overrides, as_json, redo)
+    if not why:
+        _stage("evaluate", recipe, overrides, as_json, redo)
+        return
+    from draftsmith import recipe as recipes
+    from draftsmith.evaluate import why as explain
+    from draftsmith.rundir import RunPaths
+
+    loaded = recipes.load(recipe, overrides or [])
+    report = explain(loaded, RunPaths(loaded.folder), draft)
+    _print(report, as_json)
+    raise typer.Exit(1 if report["cause"] else 0)
 
 
 @app.command()

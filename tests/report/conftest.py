@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 from draftsmith import recipe as recipes
+from draftsmith.evaluate import why
 from draftsmith.pipeline import run_all
+from draftsmith.rundir import RunPaths
 from tests.report.pages import HOSTILE
 
 
@@ -34,7 +36,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Pat
             "validation_fraction": 0.4,
         },
         "extract": {"codec": "fp32"},
-        "train": {"unroll_steps": 2, "max_steps": 8, "batch_tokens": 128, "log_every_steps": 1, "tensorboard": False},
+        "train": {"unroll_steps": 2, "max_steps": 8, "batch_tokens": 128, "log_every_steps": 1, "trackers": []},
         "evaluate": {"prompts": 4, "max_new_tokens": 12, "num_speculative_tokens": 2},
         "export": {"dtype": "float32"},
     }
@@ -53,6 +55,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Pat
     }
     (loaded.folder / "rehearsal").mkdir()
     (loaded.folder / "rehearsal/rehearsal.json").write_text(json.dumps(rehearsal))
+    why(loaded, RunPaths(loaded.folder))
     return loaded.folder
 
 

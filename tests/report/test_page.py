@@ -82,6 +82,14 @@ def test_the_histogram_counts_every_sample(finished):
     assert f"lengths of {samples} samples" in chart.attributes["aria-label"]
 
 
+def test_other_readings_of_the_draft_are_shown_where_they_were_tried(finished, copy):
+    section = page_of(finished).by_id("acceptance")
+    for trial in load(finished / "evaluate/why.json")["trials"]:
+        assert cells(section, trial["name"])[0] == f"{trial['accepted']:.2f}"
+    (copy / "evaluate/why.json").unlink()
+    assert "as it is" not in page_of(copy).by_id("acceptance").text
+
+
 def test_dropped_rows_are_counted_with_reason_and_example(finished):
     section = page_of(finished).by_id("data")
     for reason, found in load(finished / "prepare/stage.json")["report"]["rows"]["dropped"].items():
@@ -144,6 +152,7 @@ def test_a_stage_without_an_end_on_record_is_not_called_done(copy):
     [
         *(f"{stage}/stage.json" for stage in SHOWN),
         "evaluate/acceptance.json",
+        "evaluate/why.json",
         "extract/store/manifest.json",
         "prepare/corpus.parquet",
         "rehearsal/rehearsal.json",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from draftsmith.recipe import Recipe
@@ -25,3 +26,16 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     write_json(paths.acceptance, report)
     refuse_unfaithful(report)
     return {**report, "summary": summary_lines(report)}
+
+
+def why(recipe: Recipe, paths: RunPaths, draft: Path | None = None) -> dict[str, Any]:
+    """Try other readings of the trained draft, or of the one in a folder, on held-out texts; see `diagnose`.
+
+    The report is kept in evaluate/why.json; `cause` is null where none accepts more than the draft as it is.
+    """
+    from draftsmith.evaluate.explain import explain
+    from draftsmith.rundir import write_json
+
+    report = explain(recipe, paths, draft)
+    write_json(paths.stage("evaluate") / "why.json", {k: v for k, v in report.items() if k != "summary"})
+    return report

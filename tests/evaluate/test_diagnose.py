@@ -1,0 +1,140 @@
+"""Each fault is planted in a draft that accepts much; it is found, by name, and nothing is found without one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from draftsmith.draft.config import draft_config
+from draftsmith.draft.files import save_draft
+from draftsmith.draft.model import Draft
+from draftsmith.evaluate import why
+from draftsmith.evaluate.diagnose import Recorded, cause, diagnose
+from draftsmith.evaluate.offline import target_top1
+from draftsmith.recipe import Draft as DraftSettings
+from tests.evaluate.builders import STEPS, World, build_run, learn_by_heart, make_recipe, open_target, seen_ids
+
+
+@pytest.fixture(scope="module")
+def recorded(world: World) -> list[Recorded]:
+    """The world's texts with the states at the draft's layer ids, and one and two above and below."""
+    others = {shift: open_target(world.facts.path, shift)[1] for shift in (-2, -1, 1, 2)}
+    texts = []
+    for i, text in enumerate(world.texts):
+        aux = {0: text.aux}
+        for shift, target in others.items():
+            with torch.no_grad():
+                aux[shift] = target.read(text.prompt + text.answer, keep=1, cached=False)[1]
+        top1 = target_top1(world.head, text.last, text.loss_mask)
+        texts.append(Recorded(str(i), text.input_ids, text.loss_mask, top1, aux))
+    return texts
+
+
+def of_ids(texts: list[Recorded], shift: int) -> list[Recorded]:
+    """As if the states of layer ids so many higher had been recorded as the draft's own."""
+    return [
+        replace(text, aux={at - shift: aux for at, aux in text.aux.items() if abs(at - shift) <= 1}) for text in texts
+    ]
+
+
+def found(world: World, draft: Draft, texts: list[Recorded]) -> str | None:
+    named = cause(diagnose(draft, world.facts, texts, STEPS))
+    return named.name if named else None
+
+
+def changed(draft: Draft, **changes: object) -> Draft:
+    """The draft under a configuration that it was not trained with."""
+    other = Draft(replace(draft.config, **changes))
+    other.load_state_dict(draft.state_dict(), strict=False)
+    return other.eval()
+
+
+@pytest.fixture(scope="module")
+def plain(world: World) -> Draft:
+    """A good draft without the norms that make it indifferent to the size of what it is fed."""
+    settings = DraftSettings(norm_before_residual=False, norm_before_fc=False, norm_output=False)
+    draft = Draft(draft_config(world.facts, settings, len(ids := seen_ids(world.texts)), world.facts.aux_layer_ids))
+    draft.initialise(world.head, ids, seed=0)
+    learn_by_heart(draft, world.head, world.texts, steps=120)
+    return draft.eval()
+
+
+def test_a_good_draft_has_nothing_wrong_with_it(world, recorded):
+    trials = diagnose(world.trained, world.facts, of_ids(recorded, 0), STEPS)
+    assert trials[0].name == "as it is"
+    assert (trials[0].lift, trials[0].interval) == (0, (0, 0))
+    assert trials[0].accepted > 1
+    assert cause(trials) is None
+    assert len(trials) > 7
+
+
+def test_a_draft_that_learnt_nothing_is_not_explained_away(world, recorded):
+    assert found(world, world.untrained, of_ids(recorded, 0)) is None
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_layer_ids_one_off_are_found(world, recorded, shift):
+    name = "layer ids one lower" if shift > 0 else "layer ids one higher"
+    assert found(world, world.trained, of_ids(recorded, shift)) == name
+
+
+def test_layers_in_another_order_are_found(world, recorded):
+    turned = [replace(text, aux={at: aux.flip(-2) for at, aux in text.aux.items()}) for text in of_ids(recorded, 0)]
+    assert found(world, world.trained, turned) == "auxiliary states in descending order"
+
+
+def test_target_ids_where_offsets_should_be_are_found(world, recorded):
+    draft = changed(world.trained)
+    assert draft.draft_ids is not None
+    draft.d2t.copy_(draft.draft_ids)
+    assert found(world, draft, of_ids(recorded, 0)) == "d2t holds target ids"
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"norm_before_residual": True}, "norm_before_residual the other way"),
+        ({"norm_output": True}, "norm_output the other way"),
+        ({"norm_before_fc": True}, "no norm before fc"),
+        ({"rope_theta": 2.0}, "the target's RoPE"),
+    ],
+)
+def test_a_configuration_that_is_not_the_drafts_is_found(world, recorded, plain, changes, name):
+    assert found(world, changed(plain, **changes), of_ids(recorded, 0)) == name
+
+
+def test_the_remedy_says_what_to_set(world, recorded, plain):
+    named = cause(diagnose(changed(plain, norm_output=True), world.facts, of_ids(recorded, 0), STEPS))
+    assert named is not None
+    assert named.remedy == "set norm_output to False in its configuration"
+    assert named.lift > 0.3
+
+
+def test_one_conversation_is_no_evidence(world, recorded, plain):
+    assert found(world, changed(plain, norm_output=True), of_ids(recorded, 0)[:1]) is None
+
+
+def test_a_run_is_asked_for_the_reason(world, plain, tmp_path):
+    """From the files of a run, with the draft in a folder of its own, on layer ids that the store does not have."""
+    paths = build_run(world, tmp_path / "run")
+    recipe = make_recipe(paths)
+    assert why(recipe, paths)["cause"] is None
+    save_draft(tmp_path / "draft", changed(plain, aux_layer_ids=tuple(id + 1 for id in plain.config.aux_layer_ids)))
+    report = why(recipe, paths, tmp_path / "draft")
+    assert report["cause"] == "layer ids one lower"
+    assert report["summary"][-1].startswith(
+        "          found: layer ids one lower; it was trained on canonical layer ids"
+    )
+    kept = json.loads((paths.stage("evaluate") / "why.json").read_text())
+    assert kept == json.loads(json.dumps({name: value for name, value in report.items() if name != "summary"}))
+
+
+def test_words_that_are_not_the_targets_are_noted(world, tmp_path):
+    others = replace(world, texts=[replace(text, answer=text.answer[::-1]) for text in world.texts])
+    paths = build_run(others, tmp_path)
+    assert "of the recorded answers' tokens are the target's own top-1" in " ".join(
+        why(make_recipe(paths), paths)["notes"]
+    )
