@@ -33,8 +33,8 @@ import xxhash
 from draftsmith.records import Features
 from draftsmith.store.codec import CODECS
 from draftsmith.store.manifest import Manifest
-from draftsmith.store.shard_file import THREADS
 from draftsmith.store.shards import Store
+from draftsmith.store.threads import THREADS
 from draftsmith.store.writer import StoreWriter
 
 RESULTS = Path(__file__).parent / "results"

@@ -14,8 +14,9 @@ from draftsmith.errors import StoreError
 from draftsmith.store import shard_file
 from draftsmith.store.codec import CODECS
 from draftsmith.store.ledger import read_ledger
-from draftsmith.store.shard_file import THREADS, file_digest, write_shard
+from draftsmith.store.shard_file import file_digest, write_shard
 from draftsmith.store.shards import Store
+from draftsmith.store.threads import THREADS
 from draftsmith.store.writer import StoreWriter
 from tests.store.limits import largest_file
 from tests.store.random_store import HIDDEN_SIZE, features, manifest, some_features, write_store
@@ -137,11 +138,13 @@ def test_shards_under_way_are_given_up_when_someone_insists(tmp_path: Path) -> N
         assert list(writer.committed) == committed
 
 
-def test_torch_computes_on_as_many_cores_after_writing_as_before(tmp_path: Path) -> None:
-    cores = torch.get_num_threads()
-    write_store(tmp_path / "store", some_features())
-    found: list[int] = []
+def test_other_threads_compute_on_as_many_cores_as_before(tmp_path: Path) -> None:
+    torch.set_num_threads(torch.get_num_threads())
+    cores, found = torch.get_num_threads(), []
+    store = Store.open(write_store(tmp_path / "store", some_features()))
+    store.read(range(len(store)))
     later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     later.start()
     later.join()
     assert found == [cores] == [torch.get_num_threads()]
+    assert set(store._threads.map(lambda _: torch.get_num_threads(), range(20))) == {1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from draftsmith.rundir import write_json
 from draftsmith.store.folder import being_written, file_system, shards_in, sole_writer
 from draftsmith.store.ledger import Entry, read_ledger, salvage_ledger, write_ledger
 from draftsmith.store.manifest import Manifest, read_manifest
-from draftsmith.store.shard_file import THREADS, map_shard
+from draftsmith.store.shard_file import map_shard
+from draftsmith.store.threads import one_core_threads
 
 _GIB = 1 << 30
 
@@ -86,7 +87,7 @@ def _examine(folder: Path, manifest: Manifest, ignore_unlisted: bool) -> Finding
     damaged: dict[str, str] = {}
     with (
         progress("verify", sum(entry.bytes for entry in entries), "bytes") as bar,
-        ThreadPoolExecutor(THREADS) as threads,
+        one_core_threads("verify") as threads,
     ):
         checks = {threads.submit(map_shard, folder / entry.shard, entry, manifest): entry for entry in entries}
         for check in as_completed(checks):

@@ -26,11 +26,19 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
 
 
 @app.command("info")
-def _info(folder: Folder, as_json: Json = False) -> None:
+def _info(
+    folder: Folder,
+    codecs: Annotated[bool, typer.Option("--codecs", help="Try every codec on the first sequences")] = False,
+    as_json: Json = False,
+) -> None:
     """What is in a store, and what its states are of."""
-    from draftsmith.store.info import info
+    from draftsmith.store.info import compare_codecs, info
 
-    _print(info(folder), as_json)
+    report = info(folder)
+    if codecs:
+        tried = compare_codecs(folder)
+        report = {**report, **tried, "summary": [*report["summary"], *tried["summary"]]}
+    _print(report, as_json)
 
 
 @app.command("verify")

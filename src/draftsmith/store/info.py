@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from draftsmith.store.codec import CODECS
 from draftsmith.store.shards import Store
 
 _GIB = 1 << 30
@@ -39,3 +43,48 @@ def info(folder: Path) -> dict[str, Any]:
             "  " + ", ".join(f"{name} {count:,}" for name, count in domains.most_common(10)),
         ],
     }
+
+
+def compare_codecs(folder: Path, tokens: int = 4096) -> dict[str, Any]:
+    """What each codec would make of the first sequences of a store: bytes, error, speed of one core.
+
+    A codec that cannot hold the states exactly as they are in the store, where it promises to, is left out.
+    """
+    store = Store.open(folder)
+    states: list[torch.Tensor] = []
+    for found in store:
+        states += [found.aux, found.last]
+        if sum(map(len, states[::2])) >= tokens:
+            break
+    figures = {}
+    for name, codec in CODECS.items():
+        if codec.dtype is None or all(str(one.dtype) == f"torch.{codec.dtype}" for one in states):
+            figures[name] = _codec_figures(name, states)
+    lines = [
+        f"  {name:<9} {of['bytes_per_raw_bf16_byte']:.3f} of raw bf16, within {of['largest_relative_error']:.1e}, "
+        f"encodes {of['encode_gb_per_second']:.2f} and decodes {of['decode_gb_per_second']:.2f} GB/s"
+        for name, of in figures.items()
+    ]
+    return {"codecs": figures, "summary": [f"of {sum(map(len, states[::2])):,} tokens, by one core:", *lines]}
+
+
+def _codec_figures(name: str, states: list[torch.Tensor]) -> dict[str, float]:
+    raw = max(1, 2 * sum(one.numel() for one in states))
+    started = time.thread_time()
+    encoded = [CODECS[name].encode(one) for one in states]
+    between = time.thread_time()
+    decoded = [CODECS[name].decode(parts) for parts in encoded]
+    ended = time.thread_time()
+    errors = [relative_errors(ours, exact) for ours, exact in zip(decoded, states, strict=True)]
+    return {
+        "bytes_per_raw_bf16_byte": round(sum(values.nbytes for parts in encoded for values in parts.values()) / raw, 4),
+        "largest_relative_error": float(torch.cat(errors).max()) if raw > 1 else 0.0,
+        "encode_gb_per_second": round(raw / max(between - started, 1e-9) / 1e9, 3),
+        "decode_gb_per_second": round(raw / max(ended - between, 1e-9) / 1e9, 3),
+    }
+
+
+def relative_errors(ours: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Of each vector, the distance relative to its length."""
+    distance = (ours.float() - exact.float()).norm(dim=-1)
+    return (distance / exact.float().norm(dim=-1).clamp_min(1e-30)).flatten()

@@ -30,7 +30,6 @@ from draftsmith.store.manifest import Manifest
 # Large: after each piece a thread asks for the interpreter's lock, which can take 5 ms while another computes.
 PIECE_BYTES = 32 << 20
 READ_BYTES = 4 << 20
-THREADS = min(8, max(2, (os.cpu_count() or 1) // 2))  # that write, or read; each holds a shard in memory to write it
 # Widest last: a file has its tensors in the reverse of this order (safetensors `Dtype`), so that each is aligned.
 DTYPES = {
     torch.uint8: "U8",

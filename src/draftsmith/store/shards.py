@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +25,8 @@ from draftsmith.records import Features
 from draftsmith.store.codec import CODECS
 from draftsmith.store.ledger import Entry, read_ledger
 from draftsmith.store.manifest import Manifest, read_manifest, refuse_differences
-from draftsmith.store.shard_file import THREADS, map_shard
+from draftsmith.store.shard_file import map_shard
+from draftsmith.store.threads import one_core_threads
 
 
 class Store:
@@ -53,7 +53,7 @@ class Store:
         ]
         self._shards: dict[int, dict[str, torch.Tensor]] = {}
         self._opening = [threading.Lock() for _ in entries]
-        self._threads = ThreadPoolExecutor(THREADS, "store")
+        self._threads = one_core_threads("store")
 
     @classmethod
     def open(cls, folder: Path, expect: dict[str, Any] | None = None) -> Self:

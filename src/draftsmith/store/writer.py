@@ -11,13 +11,11 @@ import shutil
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
-
-import torch
 
 from draftsmith.errors import RequestError, StoreError
 from draftsmith.records import Features
@@ -33,8 +31,9 @@ from draftsmith.store.manifest import (
     refuse_differences,
     write_manifest,
 )
-from draftsmith.store.shard_file import THREADS, misfit, write_shard
+from draftsmith.store.shard_file import misfit, write_shard
 from draftsmith.store.sizes import predict_bytes
+from draftsmith.store.threads import THREADS, one_core_threads
 
 SPARE_BYTES = 16 << 20  # left free on the disk, for the ledger, the manifest, and the run's other files
 _MIB = 1 << 20
@@ -68,8 +67,7 @@ class StoreWriter:
         self._pending_bytes = 0
         self._under_way: deque[_Shard] = deque()  # those that are not known to be in the ledger
         self._abandon = threading.Event()
-        # One core for each: with many shards under way, sharing out a single copy has only costs.
-        self._threads = ThreadPoolExecutor(THREADS, "shard", initializer=torch.set_num_threads, initargs=(1,))
+        self._threads = one_core_threads("shard")
 
     @classmethod
     @contextmanager
@@ -93,7 +91,6 @@ class StoreWriter:
         with sole_writer(folder):
             with file_system(folder, "cannot be opened for writing"):
                 writer = cls(folder, _begin_or_continue(folder, manifest), shard_bytes)
-            cores = torch.get_num_threads()
             try:
                 yield writer
                 writer.flush()
@@ -102,7 +99,6 @@ class StoreWriter:
                 raise
             finally:
                 writer._threads.shutdown()
-                torch.set_num_threads(cores)  # for threads to come, which take over what was set last
 
     def record_parity(self, parity: dict[str, Any]) -> None:
         """Note in the manifest how the engine's states compare with the reference."""
