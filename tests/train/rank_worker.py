@@ -64,7 +64,7 @@ class World:
         self.leave(name, trainer)
 
     def leave(self, name: str, trainer) -> None:
-        weights = {key: tensor.contiguous() for key, tensor in draft_tensors(trainer.learner, averaged=True).items()}
+        weights = {key: tensor.contiguous() for key, tensor in draft_tensors(trainer.learner, averaged=True)}
         save_file(weights, self.folder / f"{name}.rank{self.rank}.safetensors")
 
     def fail(self, name: str, work) -> None:

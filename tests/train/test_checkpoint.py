@@ -36,7 +36,7 @@ def trainer(tmp_path, tiny_target, store):
 
 
 def weights(trainer):
-    return {name: tensor.clone() for name, tensor in draft_tensors(trainer.learner).items()}
+    return {name: tensor.clone() for name, tensor in draft_tensors(trainer.learner)}
 
 
 def test_what_is_written_is_as_it_was_when_the_checkpoint_was_asked_for(tmp_path, trainer):
@@ -62,7 +62,7 @@ def test_a_write_that_fails_is_raised_at_the_next_step_and_leaves_the_checkpoint
 
 
 def test_killed_at_any_call_the_checkpoint_before_or_the_new_one_is_complete(tmp_path, trainer):
-    draft, optimizer = weights(trainer), optimizer_tensors(trainer.learner)
+    draft, optimizer = weights(trainer), dict(optimizer_tensors(trainer.learner))
     config, folder = trainer.draft.config, tmp_path / "checkpoints"
     write_checkpoint(folder, 1, config, draft, optimizer, keep=1)
     for calls_before_the_kill in range(100):
@@ -138,12 +138,12 @@ def test_the_moving_average_is_what_is_left_and_survives_a_resume(tmp_path, tiny
 
     whole.train_step = step_and_average
     whole.train()
-    left = draft_tensors(whole.learner, averaged=True)
+    left = dict(draft_tensors(whole.learner, averaged=True))
     for name, tensor in expected.items():
         torch.testing.assert_close(left[name], tensor)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut/checkpoints/step-00000006")
     cut = make_trainer(tmp_path / "cut", tiny_target, store, **settings)
     cut.train()
-    for name, tensor in draft_tensors(cut.learner, averaged=True).items():
+    for name, tensor in draft_tensors(cut.learner, averaged=True):
         assert torch.equal(tensor, left[name])

@@ -54,7 +54,8 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     if ranks.is_first:
         trainer.record = partial(append_event, paths, "train")
     validation = trainer.train()
-    trained = draft_tensors(trainer.learner, averaged=True)
+    whole = draft_tensors(trainer.learner, averaged=True)
+    trained = {name: tensor.cpu() for name, tensor in whole if ranks.is_first}
     if ranks.is_first:
         write_draft(paths.checkpoints / "final", draft.config, trained)
     return _report(trainer, validation)

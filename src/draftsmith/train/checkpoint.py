@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from draftsmith.draft.config import DraftConfig
-from draftsmith.draft.files import EMBEDDING, load_draft, write_draft
+from draftsmith.draft.files import load_draft, write_draft
 from draftsmith.errors import CheckpointError
 from draftsmith.rundir import atomic_folder, write_json
 from draftsmith.target import TargetHead
@@ -49,7 +49,10 @@ class CheckpointWriter:
         if self.writes:
             if learner.device.type == "cuda":
                 torch.cuda.synchronize(learner.device)
-            self._begin(write_checkpoint, self.folder, step, learner.draft.config, draft, optimizer, self.keep)
+            config = learner.draft.config
+            self.in_flight = self.thread.submit(
+                write_checkpoint, self.folder, step, config, draft, optimizer, self.keep
+            )
 
     def wait(self) -> None:
         """Return once nothing is in flight. Raises what went wrong with it."""
@@ -62,14 +65,11 @@ class CheckpointWriter:
         if self.in_flight is not None and self.in_flight.done():
             self.wait()
 
-    def _begin(self, write: Callable[..., None], *arguments: Any) -> None:
-        self.in_flight = self.thread.submit(write, *arguments)
-
-    def _copy(self, prefix: str, tensors: Tensors) -> Tensors:
-        if not self.writes:
-            return {}
+    def _copy(self, prefix: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
         copies = {}
-        for name, tensor in tensors.items():
+        for name, tensor in tensors:
+            if not self.writes:
+                continue
             key = f"{prefix}/{name}"
             if key not in self.memory:
                 self.memory[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -138,23 +138,22 @@ def load_checkpoint(folder: Path, learner: Learner, head: TargetHead) -> int:
     return step
 
 
-def draft_tensors(learner: Learner, *, averaged: bool = False) -> Tensors:
-    """All tensors of a draft's file, whole; with `averaged` and where there is one, the moving average of the weights.
+def draft_tensors(learner: Learner, *, averaged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a draft's file by name, made whole one by one; every rank must go through them.
 
-    Every rank must call this.
+    With `averaged`, and where there is one, the moving average of the weights.
     """
+    yield from learner.draft.named_buffers()
+    parts = learner.averages if averaged and learner.averages else learner.weights.held
+    for name, part in parts.items():
+        yield name, learner.weights.whole(name, part.detach())
+
+
+def optimizer_tensors(learner: Learner) -> Iterator[tuple[str, torch.Tensor]]:
+    """Moments, and the moving average of the weights where there is one, in the same way."""
     weights = learner.weights
-    parts = learner.averages if averaged and learner.averages else weights.held
-    buffers = {name: tensor for name, tensor in learner.draft.named_buffers() if name != EMBEDDING}
-    return buffers | {name: weights.whole(name, part.detach()) for name, part in parts.items()}
-
-
-def optimizer_tensors(learner: Learner) -> Tensors:
-    """Moments, and the moving average of the weights where there is one, whole. Every rank must call this."""
-    weights, found = learner.weights, {}
     for name, held in weights.held.items():
         for moment in MOMENTS:
-            found[f"{name}.{moment}"] = weights.whole(name, learner.optimizer.state[held][moment])
+            yield f"{name}.{moment}", weights.whole(name, learner.optimizer.state[held][moment])
     for name, average in learner.averages.items():
-        found[f"{name}.average"] = weights.whole(name, average)
-    return found
+        yield f"{name}.average", weights.whole(name, average)
