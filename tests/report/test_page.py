@@ -86,6 +86,10 @@ def test_other_readings_of_the_draft_are_shown_where_they_were_tried(finished, c
     section = page_of(finished).by_id("acceptance")
     for trial in load(finished / "evaluate/why.json")["trials"]:
         assert cells(section, trial["name"])[0] == f"{trial['accepted']:.2f}"
+    why = load(copy / "evaluate/why.json")
+    (copy / "evaluate/why.json").write_text(json.dumps({**why, "cause": why["trials"][2]["name"]}))
+    said = f"Found: {why['trials'][2]['name']}; {why['trials'][2]['remedy']}."
+    assert said in page_of(copy).by_id("acceptance").text
     (copy / "evaluate/why.json").unlink()
     assert "as it is" not in page_of(copy).by_id("acceptance").text
 
