@@ -85,3 +85,18 @@ def _convert(
     with graceful_stop():
         report = convert(folder, into, codec)
     _print(report, as_json)
+
+
+@app.command("copy")
+def _copy(
+    source: Annotated[str, typer.Argument(metavar="FROM", help="Folder, or address such as s3://bucket/folder")],
+    target: Annotated[str, typer.Argument(metavar="TO", help="The other of the two")],
+    as_json: Json = False,
+) -> None:
+    """Copy a store to object storage, or from there. What is there already is not copied again."""
+    from draftsmith.errors import RequestError
+    from draftsmith.store.objects import download, upload
+
+    if ("://" in source) == ("://" in target):
+        raise RequestError("one of FROM and TO is a folder, and the other an address", where="store copy")
+    _print(download(source, Path(target)) if "://" in source else upload(Path(source), target), as_json)
