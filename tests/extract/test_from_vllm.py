@@ -20,8 +20,7 @@ from draftsmith.extract.engines import Engines, spool_folder
 from draftsmith.extract.from_vllm import capture
 from draftsmith.extract.parity import Expected, compare, expect
 from draftsmith.extract.quarantine import read_quarantine
-from draftsmith.extract.vllm_worker.client import EngineDied, EngineProcess
-from draftsmith.extract.vllm_worker.spool import take_sequence
+from draftsmith.extract.vllm_worker.client import EngineDied
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Recipe, Target
 from draftsmith.records import Features, Sample
@@ -80,7 +79,8 @@ def happened(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engines(llama: Path, happened: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engines, Engines]]:
     """One that captures every layer natively, and one by hooks, both started at once and used by many tests.
 
-    The first takes prefixes from its cache, which is so small that requests are preempted.
+    The first takes prefixes from its cache, which is so small that requests are preempted; the second's worker is in
+    a process of its own, as it is on a GPU.
     """
     small = {
         "enable_prefix_caching": True,
@@ -98,7 +98,8 @@ def engines(llama: Path, happened: Path, tmp_path_factory: pytest.TempPathFactor
         capture="hooked",
         engine_args={"worker_cls": f"{FAULTS}.WrongWorker"},
     )
-    hooked = replace(hooked, environment={**hooked.environment, HAPPENED: str(happened)})
+    own_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    hooked = replace(hooked, environment={**hooked.environment, **own_process, HAPPENED: str(happened)})
     with Engines(native) as one, Engines(hooked) as other:
         yield one, other
 
@@ -233,28 +234,15 @@ def test_an_engine_that_hangs_while_it_starts_is_ended_with_what_it_wrote(
 
 
 def test_an_exception_in_a_worker_process_is_reported_with_type_place_samples_and_traceback(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engines: tuple[Engines, Engines],
 ) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    plan = plan_for(llama, tmp_path, engine_args={"worker_cls": f"{FAULTS}.RaisingWorker"})
-    good, bad = mixed_samples(8)[:5], beginning_with(POISON, mixed_samples(8))[3]
-    job = {"engine_args": plan.engine_args, "capture": "auto", "layer_ids": list(plan.layer_ids)}
-    spool, failures = tmp_path / "spool", tmp_path / "failures"
-    spool.mkdir()
-    failures.mkdir()
-    with EngineProcess({**job, "spool": str(spool)}, failures, plan.log, plan.environment) as engine:
-        for number, one in enumerate(good):
-            engine.send(number, one.input_ids)
-        done: set[int] = set()
-        while len(done) < len(good):
-            done |= {number for event in engine.receive() for number, _ in event.get("samples", ())}
-        for number, one in enumerate(good):
-            assert take_sequence(spool, number, engine.parts)[0].tolist() == one.input_ids
-        engine.send(7, bad.input_ids)
-        with pytest.raises(EngineDied) as death:
-            while True:
-                engine.receive()
-    error = explain_death(death.value, plan.log, 0, lambda numbers: [f"s{number}" for number in numbers])
+    """The last of those that use the other engine, whose worker is in a process of its own."""
+    (engine,) = engines[1].engines
+    engine.send(7, beginning_with(POISON, [sample(0, [20] * 10)])[0])
+    with pytest.raises(EngineDied) as death:
+        while True:
+            engine.process.receive()
+    error = explain_death(death.value, engine.log, engine.log_start, lambda numbers: [f"s{n}" for n in numbers])
     text = str(error)
     assert error.what == "RuntimeError, with no message"
     assert error.where == "extract, worker 0, in execute_model, model.layers.3.mlp, samples s7"

@@ -40,7 +40,7 @@ class RaisingWorker(CaptureWorker):
         text.layers[LAYER].mlp.register_forward_pre_hook(fail)
 
 
-class WrongWorker(CaptureWorker):
+class WrongWorker(RaisingWorker):
     """Captures wrongly, or not at all, what begins with a fault's token; tells of preemptions and cached prefixes."""
 
     def load_model(self, **kwargs: Any) -> None:

@@ -1,6 +1,6 @@
 """The engines of a capture: which has which samples, what comes back from them, and what becomes of one that dies.
 
-Each has its own share of the devices, and all of them share one queue. One that dies loses nothing but what it had
+Each has devices of its own, and all of them share one queue. One that dies loses nothing but what it had
 under way: it is started again while the others go on, and the samples that it died over are tried one by one.
 """
 
@@ -175,9 +175,10 @@ class Engines:
             yield work.take_ready()
 
     def end(self) -> None:
-        """Say that no more samples come, so that the engines end by themselves."""
+        """Say that no more samples come, so that the engines end by themselves; one that is starting need not."""
         for engine in self.engines:
-            engine.process.end()
+            if engine.ready:
+                engine.process.end()
 
     def _send(self, work: Work) -> None:
         ready = [engine for engine in self.engines if engine.ready]

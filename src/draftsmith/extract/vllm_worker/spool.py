@@ -134,9 +134,7 @@ class SpoolWriter:
         """Wait until everything put is under its name. Raises what a write raised."""
         self._raise_failures(wait=True)
 
-    def _write(
-        self, sequences: Sequence[Ended], states: torch.Tensor, copied: torch.cuda.Event | None = None
-    ) -> None:
+    def _write(self, sequences: Sequence[Ended], states: torch.Tensor, copied: torch.cuda.Event | None = None) -> None:
         if copied is not None:
             copied.synchronize()
         for one in sequences:
