@@ -73,7 +73,8 @@ def load_target(facts: TargetFacts, target: recipe.Target, device: torch.device,
     trust = target.trust_remote_code
     try:
         config = AutoConfig.from_pretrained(facts.path, trust_remote_code=trust)
-        text_alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (facts.auto_map or {})
+        own_code = trust and "AutoModelForCausalLM" in (facts.auto_map or {})
+        text_alone = own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         auto = AutoModelForCausalLM if text_alone else AutoModelForImageTextToText
         model, loaded = auto.from_pretrained(
             facts.path, config=config, dtype=dtype, trust_remote_code=trust, output_loading_info=True

@@ -322,3 +322,13 @@ def test_a_setting_with_one_number_for_each_layer_shrinks_with_them(tmp_path: Pa
     scale = build_scale_model(evidence_of(config), tmp_path / "model")
     written = json.loads((scale.folder / "config.json").read_text(encoding="utf-8"))
     assert written["intermediate_size"] == [256] * written["num_hidden_layers"]
+
+
+def test_a_wrapper_whose_folder_brings_code_is_loaded_without_it(tmp_path: Path) -> None:
+    """As published Kimi-K2.5 does: `auto_map` offers a causal model of its own, which nobody asked to run."""
+    plain = build_scale_model(evidence_for("kimi-k2.5"), tmp_path / "model").plain
+    config = json.loads((plain / "config.json").read_text(encoding="utf-8"))
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_kimi_k25.KimiK25ForConditionalGeneration"}
+    (plain / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    loaded = load_target(read_facts(str(plain)), Target(model=str(plain)), torch.device("cpu"), torch.float32)
+    assert "language_model" in {name.split(".")[1] for name, _ in loaded.named_parameters()}
