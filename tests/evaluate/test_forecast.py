@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.errors import RequestError
@@ -17,6 +17,7 @@ def costs(target: float, draft: float, *, tokens_for_free: int = 10**9) -> StepC
     return StepCosts({n: target * t for n, t in take.items()}, {n: draft * t for n, t in take.items()})
 
 
+@settings(deadline=None)
 @given(alpha=st.floats(0.01, 0.99), gamma=st.integers(1, 8), cost=st.floats(0.001, 1))
 def test_one_sequence_and_independent_drafts_give_the_formula_of_the_paper(alpha, gamma, cost):
     """Leviathan et al. 2023, theorem 3.8."""
@@ -26,6 +27,7 @@ def test_one_sequence_and_independent_drafts_give_the_formula_of_the_paper(alpha
     assert found.speedup == pytest.approx(expected)
 
 
+@settings(deadline=None)
 @given(RATES, st.integers(1, 64))
 def test_the_speedup_is_the_ratio_of_tokens_a_second(rates, concurrency):
     steps = costs(0.02, 0.001, tokens_for_free=40)
@@ -34,6 +36,7 @@ def test_the_speedup_is_the_ratio_of_tokens_a_second(rates, concurrency):
         assert found.tokens_per_second == pytest.approx(alone * found.speedup)
 
 
+@settings(deadline=None)
 @given(RATES)
 def test_a_free_draft_and_free_verification_gain_the_acceptance_length(rates):
     for found in forecast(acceptance_lengths(rates), costs(1.0, 0.0), [1, 16]):

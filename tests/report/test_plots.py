@@ -5,7 +5,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.report.figures import say
@@ -37,6 +37,7 @@ def svg(markup: str) -> Element:
     return chart
 
 
+@settings(deadline=None)
 @given(VALUES, st.booleans())
 def test_an_axis_has_room_for_every_value_and_a_few_round_marks(values, from_zero):
     found = axis("x", values, from_zero=from_zero)
@@ -44,6 +45,7 @@ def test_an_axis_has_room_for_every_value_and_a_few_round_marks(values, from_zer
     assert 2 <= len(found.ticks()) <= 8
 
 
+@settings(deadline=None)
 @given(POSITIVE)
 def test_a_logarithmic_axis_has_room_for_every_value(values):
     found = axis("loss", values, log=True)
@@ -52,6 +54,7 @@ def test_a_logarithmic_axis_has_room_for_every_value(values):
     assert found.place(found.low * math.sqrt(found.high / found.low)) == pytest.approx(0.5)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 1e6)), min_size=1, max_size=20))
 def test_a_line_chart_stays_inside_its_picture(points):
     x = axis("step", [a for a, _ in points], from_zero=True)
@@ -61,6 +64,7 @@ def test_a_line_chart_stays_inside_its_picture(points):
     assert len(chart.all("circle")) == len(points)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=7))
 def test_bars_and_their_intervals_stay_inside(rates):
     bars = [Bar("trained", rate, (rate / 2, (1 + rate) / 2)) for rate in rates]

@@ -15,6 +15,7 @@ WIDTH, HEIGHT = 360, 230  # a phone's width, so that text is as large there as i
 LEFT, RIGHT, TOP, BOTTOM = 40, 12, 26, 38
 ROW = 46
 LONGEST_NAME = 48
+TINY = 1e-200  # what is smaller is nothing
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,12 @@ def round_step(size: float) -> float:
 def axis(label: str, values: Sequence[float], *, from_zero: bool = False, log: bool = False) -> Axis:
     """An axis on which all values find room, with round ends."""
     low, high = min(values), max(values)
-    if log and low > 0:
+    if log and low > TINY:
         return Axis(label, low / 1.1, high * 1.1, log=True)
     low = min(low, 0.0) if from_zero else low
-    if high <= low:
-        low, high = low - (0 if from_zero else 0.5), low + 1
+    if high - low <= max(TINY, 1e-9 * max(abs(low), abs(high))):  # one value: room around it
+        room = max(1.0, abs(low)) / 2
+        low, high = low - (0 if from_zero else room), low + room
     step = round_step((high - low) / 4)
     return Axis(label, math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step)
 
