@@ -5,7 +5,8 @@ python benchmarks/capture.py MODEL --load-format dummy --engine-arg max_num_batc
 
 Random token ids, one token written for each sequence, the same engine arguments throughout. All engines are started
 first and stay; then each part is measured in turn, so often as `--repeats` says, after one run of it that is not
-counted. Each run has new ids, so that no prefix cache helps.
+counted. Each run has new ids, so that no prefix cache helps. With `--one-at-a-time`, for a model of which the device
+holds only one, each engine is started, measured and ended before the next.
 
     plain        vLLM as it comes, without capture
     plain_v1     the same on vLLM's first model runner, which capture needs in vLLM 0.24
@@ -208,7 +209,7 @@ class Bench:
             say(f"{name}: failed\n{self.failures[name]}")
 
     def measure(self, repeat: int) -> None:
-        """Run each part once; the first time warms it up."""
+        """Run each part that is started once; the first time warms it up."""
         samples = self.samples(repeat)
         for name in self.options.parts:
             for way, measure in self.parts[name].ways().items() if name in self.parts else ():
@@ -235,6 +236,7 @@ class Bench:
     def close(self) -> None:
         for part in self.parts.values():
             part.close()
+        self.parts.clear()
 
 
 class Theirs:
@@ -377,9 +379,9 @@ def send_all(process: EngineProcess, samples: Samples) -> None:
 # ---- the run ------------------------------------------------------------------------------------------------------
 
 
-def start_all(bench: Bench) -> None:
+def start_all(bench: Bench, parts: list[str]) -> None:
     """The first engine compiles alone what the others then find compiled."""
-    first, *others = bench.options.parts
+    first, *others = parts
     bench.start(first)
     with ThreadPoolExecutor(len(PARTS) if bench.options.start_in_parallel else 1) as pool:
         list(pool.map(bench.start, others))
@@ -469,6 +471,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--limit-seconds", type=float, default=420.0, help="longest start, or run, of an engine")
     parser.add_argument("--start-in-parallel", action="store_true", help="all engines but the first at the same time")
+    parser.add_argument("--one-at-a-time", action="store_true", help="where the device holds only one engine")
     parser.add_argument("--out", type=Path, default=RESULT)
     return parser.parse_args(arguments)
 
@@ -501,10 +504,12 @@ def main() -> None:
             "engine_args": {name: value for name, value in bench.arguments.items() if name != "model"},
         }
         try:
-            start_all(bench)
-            for repeat in range(options.repeats + 1):
-                bench.measure(repeat)
-                report(options.out, context, bench.found(), {})  # should the rest be cut short
+            for group in [[part] for part in options.parts] if options.one_at_a_time else [options.parts]:
+                start_all(bench, group)
+                for repeat in range(options.repeats + 1):
+                    bench.measure(repeat)
+                    report(options.out, context, bench.found(), {})  # should the rest be cut short
+                bench.close()
         finally:
             bench.close()
         size = int(next((found["bytes"] for found in bench.found().values() if "bytes" in found), 0))
