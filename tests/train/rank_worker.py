@@ -43,7 +43,7 @@ def work(rank: int, count: int, folder: Path, target: Path, store_folder: Path) 
     world = World(rank, folder, target, Store.open(store_folder))
     for name, settings in RUNS.items():
         world.train(name, **settings)
-    for scenario in (same_bits_again, mixed, broken_on_one, terminated, unreadable):
+    for scenario in (same_bits_again, mixed, broken_on_one, terminated, unreadable, gone):
         scenario(world)
     dist.destroy_process_group()
 
@@ -131,3 +131,18 @@ def unreadable(world: World) -> None:
 
     trainer._flat = flat_or_error
     world.fail("unreadable", trainer.train)
+
+
+def gone(world: World) -> None:
+    """The second rank dies before the second step. Nothing can come after this."""
+    trainer = world.trainer("gone")
+    following, calls = trainer._next, []
+
+    def next_or_die(*arguments):
+        calls.append(arguments)
+        if world.rank == 1 and len(calls) == 2:
+            os._exit(0)
+        return following(*arguments)
+
+    trainer._next = next_or_die
+    world.fail("gone", trainer.train)

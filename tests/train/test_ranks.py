@@ -99,6 +99,10 @@ def test_a_rank_that_cannot_read_its_samples_lets_the_others_know(together):
     assert (together / "unreadable.rank1.txt").read_text().startswith("StoreError shard 7 is damaged")
 
 
+def test_a_rank_that_dies_does_not_leave_the_others_waiting(together):
+    assert (together / "gone.rank0.txt").read_text().startswith("RankFailed train: another rank is gone")
+
+
 def test_the_first_rank_alone_writes(together):
     steps = [line["step"] for line in read_metrics(together / "uneven") if line["split"] == "train"]
     assert steps == list(range(1, 13))

@@ -64,12 +64,19 @@ class Ranks:
         """Say GO, STOP or FAILED + rank; returns the gravest that any rank said.
 
         Raises:
-            RankFailed: another one failed.
+            RankFailed: another one failed, or is gone.
         """
         if self.count == 1:
             return word
         said = torch.tensor([word])
-        dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        try:
+            dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        except RuntimeError as error:  # gloo's for a connection that was closed, or that waited too long
+            raise RankFailed(
+                "another rank is gone without a word",
+                where="train",
+                hint="look for its message above, and in the system's log whether it was killed for memory",
+            ) from error
         heard = int(said)
         if heard >= FAILED and heard != word:
             raise RankFailed(f"rank {heard - FAILED} failed, and its own message says why", where="train")
