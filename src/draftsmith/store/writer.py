@@ -138,7 +138,6 @@ class StoreWriter:
         self._take_committed(at_most=0)
 
     def _begin_shard(self) -> None:
-        self._take_committed(THREADS - 1)
         name = shard_name(self._next_number)
         self._refuse_to_fill_disk(name)
         before = self._under_way[-1].entry if self._under_way else None
@@ -162,7 +161,6 @@ class StoreWriter:
 
     def _commit(self, name: str, samples: list[Features], before: Future[Entry] | None) -> Entry:
         """In a thread: write a shard, and enter it in the ledger after the one before, unless that fails."""
-        (self.folder / LEDGER).stat()  # of a disk that went away, not even the folder is made anew
         entry = write_shard(self.folder / name, samples, self.manifest.codec, self._abandon)
         if before is not None:
             before.result()
