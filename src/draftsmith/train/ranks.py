@@ -9,7 +9,8 @@ What the hosts agree on goes over gloo, beside the devices' work: whether to sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -45,14 +46,16 @@ class Ranks:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place."""
         if self.count > 1:
-            dist.all_reduce(tensor)
+            with _together():
+                dist.all_reduce(tensor)
         return tensor
 
     def sum_each(self, tensors: Iterable[torch.Tensor]) -> None:
         """`sum` of several, at once."""
         if self.count > 1:
-            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-                work.wait()
+            with _together():
+                for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                    work.wait()
 
     def copy_first(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrite tensors with those of the first rank."""
@@ -69,14 +72,8 @@ class Ranks:
         if self.count == 1:
             return word
         said = torch.tensor([word])
-        try:
+        with _together():
             dist.all_reduce(said, op=dist.ReduceOp.MAX)
-        except RuntimeError as error:  # gloo's for a connection that was closed, or that waited too long
-            raise RankFailed(
-                "another rank is gone without a word",
-                where="train",
-                hint="look for its message above, and in the system's log whether it was killed for memory",
-            ) from error
         heard = int(said)
         if heard >= FAILED and heard != word:
             raise RankFailed(f"rank {heard - FAILED} failed, and its own message says why", where="train")
@@ -93,6 +90,21 @@ class Ranks:
     def wait_for_all(self) -> None:
         """Return once every rank is here."""
         self.agree(GO)
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """Translate what gloo says when another rank is not there any more."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in ("by peer", "Timed out", "Broken pipe")):
+            raise
+        raise RankFailed(
+            "another rank is gone without a word",
+            where="train",
+            hint="look for its message above, and in the system's log whether it was killed for memory",
+        ) from error
 
 
 def device_of_rank(wanted: str) -> torch.device:
