@@ -191,7 +191,7 @@ def evaluate(
     as_json: Json = False,
     redo: Redo = False,
     why: Annotated[bool, typer.Option("--why", help="Try other readings of a draft that accepts little")] = False,
-    draft: Annotated[Path | None, typer.Option(help="With --why: folder of another draft than the run's")] = None,
+    draft: Annotated[Path | None, typer.Option(help="With --why: checkpoint of another draft than the run's")] = None,
 ) -> None:
     """Acceptance length on held-out prompts, and proof that the output is unchanged."""
     if not why:

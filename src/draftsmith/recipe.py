@@ -165,7 +165,7 @@ class Draft(Section):
     norm_before_fc: bool = Field(True, description="One RMSNorm over the concatenated auxiliary states")
     fc_norm: bool = Field(False, description="One RMSNorm per auxiliary state (EAGLE-3.1)")
     norm_output: bool = Field(True, description="Feed the normed output back to the next step (EAGLE-3.1)")
-    initial: str | None = Field(None, description="Exported draft or checkpoint folder to start from")
+    initial: str | None = Field(None, description="Checkpoint to start from, such as RUN/train/checkpoints/final")
 
 
 class Train(Section):
@@ -207,6 +207,29 @@ class Train(Section):
     )
 
 
+class Served(Section):
+    """Speed in serving, by vLLM with and without the exported draft."""
+
+    enabled: bool = Field(False, description="Measure it, once the draft is exported")
+    url: str | None = Field(None, description="Running vLLM with the draft, http://host:8000; null: started here")
+    baseline_url: str | None = Field(None, description="Running vLLM without it; null: started here")
+    num_speculative_tokens: list[PositiveInt] = Field(
+        default_factory=list, description="Draft tokens per round, each measured; []: as evaluated"
+    )
+    concurrency: list[PositiveInt] = Field([1, 8, 64], min_length=1, description="Sequences at once, each measured")
+    prompt_sets: list[str] = Field(
+        ["held_out"],
+        min_length=1,
+        description="held_out, mt_bench, humaneval, or a JSON-lines file with `prompt` or `messages`",
+    )
+    prompts: PositiveInt = Field(80, description="Of each set, at most; asked again where more are in flight")
+    max_tokens: PositiveInt = Field(128, description="Written for each prompt, past the end of an answer too")
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    repeats: Annotated[int, Field(ge=1, le=10)] = Field(3, description="Of each measurement, for intervals")
+    start_seconds: float = Field(1800.0, description="Longest wait for an engine to come up")
+    timeout_seconds: float = Field(600.0, description="Longest silence of a started engine")
+
+
 class Evaluate(Section):
     """What the draft is worth on held-out conversations."""
 
@@ -218,6 +241,7 @@ class Evaluate(Section):
     compare_untrained: bool = Field(True, description="Also measure the draft as it was before training")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: float32 on CPU, else the target's")
     device: Annotated[str, Free] = "auto"
+    served: Annotated[Served, Free] = Served()
 
 
 class Export(Section):
@@ -233,8 +257,15 @@ class Serve(Section):
     """The engine command line."""
 
     engine: Literal["vllm", "sglang"] = "vllm"
-    num_speculative_tokens: PositiveInt | None = Field(None, description="null: as evaluated")
+    num_speculative_tokens: PositiveInt | None = Field(
+        None, description="null: the fastest of the forecast where there is one, else as evaluated"
+    )
+    concurrency: PositiveInt = Field(1, description="Sequences at once for which the forecast is asked")
     tensor_parallel_size: PositiveInt = 1
+    port: PositiveInt | None = Field(None, description="null: the engine's own")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="Further flags of the engine, such as max_model_len"
+    )
 
 
 class Report(Section):

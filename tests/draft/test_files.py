@@ -12,6 +12,8 @@ from draftsmith.draft.files import load_draft, save_draft
 from draftsmith.draft.model import Draft
 from draftsmith.errors import CheckpointError
 from tests.draft.builders import DRAFT_IDS, make_config, make_draft, make_head
+from tests.export.builders import PLAIN, export_sglang, export_vllm, make_facts
+from tests.export.builders import make_draft as make_plain_draft
 
 
 @pytest.fixture
@@ -113,6 +115,15 @@ def test_a_configuration_that_lacks_a_field_names_it(saved: Path) -> None:
     (saved / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="norm_output"):
         load_draft(saved, make_head())
+
+
+@pytest.mark.parametrize("export", [export_vllm, export_sglang])
+def test_an_exported_draft_is_said_to_be_no_checkpoint(
+    tmp_path: Path, tiny_target: Path, export: Callable[..., Path]
+) -> None:
+    folder = export(tmp_path, make_plain_draft(**PLAIN), make_facts(tiny_target))
+    with pytest.raises(CheckpointError, match=r"as an engine takes it, not a checkpoint\n.*train/checkpoints/final"):
+        load_draft(folder, make_head())
 
 
 def test_the_vocabulary_map_survives(saved: Path) -> None:

@@ -53,7 +53,14 @@ def load_draft(folder: Path, head: TargetHead) -> Draft:
 def _read_config(folder: Path) -> DraftConfig:
     file = folder / CONFIG
     try:
-        return DraftConfig.from_json(json.loads(file.read_text(encoding="utf-8")))
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if "architectures" in data:
+            raise CheckpointError(
+                "is a draft as an engine takes it, not a checkpoint",
+                where=str(folder),
+                hint="give the folder that it was exported from, RUN/train/checkpoints/final",
+            )
+        return DraftConfig.from_json(data)
     except FileNotFoundError as error:
         raise CheckpointError(
             "holds no complete draft: config.json, which is written last, is not there", where=str(folder)
