@@ -133,16 +133,23 @@ def store_write(folder: Path, samples: list[Features], codec: str, hidden: int, 
     return waited
 
 
-def store_read(folder: Path, batch: int) -> None:
-    """Every sequence, in batches that are laid out in memory as training does, the next ones brought in meanwhile."""
+def store_read(folder: Path, batch: int, anew: bool) -> None:
+    """Every sequence, batch after batch, copied into the same memory, or into new memory for each batch, as the disk's
+    files are; the next batches are brought in meanwhile."""
     store = Store.open(folder)
     batches = [range(first, min(first + batch, len(store))) for first in range(0, len(store), batch)]
+    memory: dict[str, torch.Tensor] = {}
+    store.prefetch(index for indexes in batches[:AHEAD] for index in indexes)
     for number, indexes in enumerate(batches):
-        for ahead in batches[number + 1 : number + 1 + AHEAD]:
+        for ahead in batches[number + AHEAD :][:1]:
             store.prefetch(ahead)
         found = store.read(indexes)
-        torch.cat([sample.aux for sample in found])
-        torch.cat([sample.last for sample in found])
+        for name in ("aux", "last"):
+            states = [getattr(sample, name) for sample in found]
+            if anew or name not in memory:
+                memory[name] = torch.cat(states)
+            else:
+                torch.cat(states, out=memory[name][: sum(map(len, states))])
 
 
 def disk_read_and_lay_out(folder: Path) -> None:
@@ -172,12 +179,15 @@ def measure_store(folder: Path, options: argparse.Namespace, codec: str, samples
     written = timed(write)
     size = sum(path.stat().st_size for path in folder.glob("shard-*"))
     drop_from_cache(folder)
-    read = timed(lambda: store_read(folder, options.batch))
+    read = timed(lambda: store_read(folder, options.batch, anew=False))
+    drop_from_cache(folder)
+    anew = timed(lambda: store_read(folder, options.batch, anew=True))
     shutil.rmtree(folder)
     return {
         "bytes_per_captured_byte": round(size / captured_bytes, 4),
         "write": rates(captured_bytes, *written) | {"seconds_in_add": round(waited[0], 3)},
         "read": rates(captured_bytes, *read) | {"stored_gb_per_second": round(size / read[0] / GB, 3)},
+        "read_anew": rates(captured_bytes, *anew),
     }
 
 

@@ -1,4 +1,5 @@
 import json
+import mmap
 import os
 import random
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.errors import StoreError
 from draftsmith.probe.facts import read_facts
+from draftsmith.store import shards
 from draftsmith.store.ledger import read_ledger, write_ledger
 from draftsmith.store.manifest import identity
 from draftsmith.store.shard_file import file_digest
@@ -108,14 +110,15 @@ def test_what_is_read_at_once_and_ahead_is_what_is_read_one_by_one(tmp_path: Pat
         assert_same(found, one_by_one[index])
 
 
-def test_where_a_sequence_lies_in_the_file_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_store(tmp_path / "store", [features(0, 5), features(1, 300), features(2, 4)])
-    store, asked = Store.open(folder), []
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, begin, length, advice: asked.append((begin, length)))
+def test_what_is_brought_into_memory_is_the_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, asked = Store.open(write_store(tmp_path / "store", [features(0, 5), features(1, 300), features(2, 4)])), []
+    monkeypatch.setattr(shards, "_madvise", lambda begin, length, advice: asked.append((begin, begin + length, advice)))
     store._bring_into_memory(1)
-    shard = (folder / "shard-00000.safetensors").read_bytes()
-    found = [shard[begin : begin + length] for begin, length in asked if length]
-    assert found == [features(1, 300).aux.numpy().tobytes(), features(1, 300).last.numpy().tobytes()]
+    for tensor in (store[1].aux, store[1].last):
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        found = [advice for first, last, advice in asked if begin - mmap.PAGESIZE < first <= begin and last == end]
+        assert found == [mmap.MADV_WILLNEED, shards.MADV_POPULATE_READ]
+    assert all(first % mmap.PAGESIZE == 0 for first, _, _ in asked)
 
 
 def test_a_damaged_shard_is_an_error_when_it_is_read_not_when_it_is_fetched(tmp_path: Path) -> None:

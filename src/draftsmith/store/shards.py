@@ -11,7 +11,8 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
+import mmap
 import threading
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
@@ -27,6 +28,12 @@ from draftsmith.store.ledger import Entry, read_ledger
 from draftsmith.store.manifest import Manifest, read_manifest, refuse_differences
 from draftsmith.store.shard_file import map_shard
 from draftsmith.store.threads import one_core_threads
+
+# Linux 5.14, `madvise(2)`: map what is in memory all at once, which costs a fraction of doing so page by page when it
+# is touched. What the system says to advice does not matter: without it, reading is slower.
+MADV_POPULATE_READ = 22
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Store:
@@ -107,16 +114,11 @@ class Store:
 
     def _bring_into_memory(self, index: int) -> None:
         number, _, start, stop = self._spans[index]
-        shard, entry = self._shard(number), self.entries[number]
-        first = min(tensor.data_ptr() for tensor in shard.values() if tensor.numel())
-        header_bytes = entry.bytes - sum(tensor.nbytes for tensor in shard.values())
-        descriptor = os.open(self.folder / entry.shard, os.O_RDONLY)
-        try:
-            for tensor in (shard["aux"][start:stop], shard["last"][start:stop]):
-                begin = header_bytes + tensor.data_ptr() - first
-                os.posix_fadvise(descriptor, begin, tensor.nbytes, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(descriptor)
+        shard = self._shard(number)
+        for tensor in (shard["aux"][start:stop], shard["last"][start:stop]):
+            begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+            for advice in (mmap.MADV_WILLNEED, MADV_POPULATE_READ):
+                _madvise(begin, tensor.data_ptr() + tensor.nbytes - begin, advice)
 
     def _states(self, shard: dict[str, torch.Tensor], name: str, place: int, start: int, stop: int) -> torch.Tensor:
         codec, parts = CODECS[self.manifest.codec], {"": shard[name][start:stop]}
