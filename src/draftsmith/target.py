@@ -23,8 +23,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 # Final norms that are not x / rms(x) * weight, by text model type (transformers `models/*/modeling_*.py`). One that has
 # a bias is a LayerNorm in every model.
-_RMS_PLUS_ONE = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_LAYER_NORM_WITHOUT_BIAS = ("cohere", "cohere2")
+_RMS_PLUS_ONE = (
+    "gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "minimax_m3_vl_text", "step3p5",
+)  # fmt: skip
+_LAYER_NORM_WITHOUT_BIAS = ("cohere", "cohere2", "dbrx")
 _LAYER_NORM_PLUS_ONE = ("nemotron",)
 
 
@@ -218,10 +221,20 @@ def load_head(facts: TargetFacts, device: torch.device, dtype: torch.dtype) -> T
         embedding=embedding,
         norm=_final_norm(facts, read(facts.final_norm_key, "final norm"), read_bias(facts.final_norm_key)),
         lm_head=embedding if tied else read(facts.lm_head_key, "lm_head"),
-        logit_scale=1.0 / text["logits_scaling"] if text.get("logits_scaling") else text.get("logit_scale") or 1.0,
+        logit_scale=_logit_scale(text, facts),
         softcap=text.get("final_logit_softcapping"),
         lm_head_bias=None if tied else read_bias(facts.lm_head_key),
     )
+
+
+def _logit_scale(text: dict[str, Any], facts: TargetFacts) -> float:
+    """What the logits are multiplied with, by the name that each family has for it (transformers, vLLM `models/`)."""
+    family = facts.text_model_type or facts.model_type or ""
+    if scaling := text.get("logits_scaling"):
+        return scaling if family.startswith("hyperclovax") else 1.0 / scaling
+    if family.startswith("minicpm") and (base := text.get("dim_model_base")):
+        return base / text["hidden_size"]
+    return text.get("logit_scale") or text.get("lm_head_multiplier") or 1.0
 
 
 def _final_norm(facts: TargetFacts, weight: torch.Tensor, bias: torch.Tensor | None) -> FinalNorm:

@@ -67,6 +67,45 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "cohere2, LayerNorm without bias, scaled logits": ("Cohere2ForCausalLM", "Cohere2Config", TEXT),
     "granite, divided logits": ("GraniteForCausalLM", "GraniteConfig", TEXT | {"logits_scaling": 4.0}),
+    "vaultgemma": ("VaultGemmaForCausalLM", "VaultGemmaConfig", TEXT | {"final_logit_softcapping": 3.0}),
+    "minimax m3, one more than its weight": (
+        "MiniMaxM3VLForCausalLM",
+        "MiniMaxM3VLTextConfig",
+        TEXT | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "step 3.5, one more than its weight": (
+        "Step3p7ForConditionalGeneration",
+        "Step3p7Config",
+        {
+            "vision_config": VISION,
+            "text_config": TEXT
+            | {"moe_num_experts": 4, "moe_top_k": 2, "sliding_window": 16, "layer_types": ["full_attention"] * 4},
+        },
+    ),
+    "dbrx, LayerNorm without bias": (
+        "DbrxForCausalLM",
+        "DbrxConfig",
+        {
+            **{"vocab_size": 96, "d_model": 32, "n_layers": 4, "n_heads": 4, "max_seq_len": 256},
+            "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        },
+    ),
+    "hyperclovax, multiplied logits": ("HyperCLOVAXForCausalLM", "HyperCLOVAXConfig", TEXT | {"logits_scaling": 4.0}),
+    "minicpm3, state divided before the head": (
+        "MiniCPM3ForCausalLM",
+        "MiniCPM3Config",
+        TEXT | MLA | {"num_key_value_heads": 4, "head_dim": 4, "dim_model_base": 8},
+    ),
+    "falcon h1, multiplied logits": (
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        {
+            **TEXT,
+            **{"lm_head_multiplier": 0.25, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
+            **{"mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8},
+        },
+    ),
     "phi, biased head": ("PhiForCausalLM", "PhiConfig", TEXT | {"num_key_value_heads": 4}),
     "gpt-oss, sinks": ("GptOssForCausalLM", "GptOssConfig", TEXT | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
