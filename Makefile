@@ -14,7 +14,7 @@ demo: .venv/demo.done
 	$(BIN)/draftsmith demo
 
 test: .venv/test.done
-	$(BIN)/python -m pytest -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' --numprocesses 2 --dist loadfile
 
 check: .venv/test.done
 	$(BIN)/ruff format --check src tests benchmarks
