@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import random
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -320,6 +323,18 @@ def test_a_final_norm_that_was_applied_is_named(tiny_target: Path, samples: list
         compare(normed, expected, LAYER_IDS, torch.bfloat16, experts=True)
 
 
+def test_a_head_that_scales_otherwise_than_the_targets_is_found(
+    tmp_path: Path, tiny_target: Path, samples: list[Sample]
+) -> None:
+    """Its first choice is the target's all the same, so that the engine's next tokens do not tell."""
+    shutil.copytree(tiny_target, tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text(encoding="utf-8"))
+    (tmp_path / "model/config.json").write_text(json.dumps({**config, "logit_scale": 0.25}), encoding="utf-8")
+    facts = read_facts(str(tmp_path / "model"))  # a Llama passes the setting over
+    with pytest.raises(CaptureError, match="do not follow from its captured last state"):
+        expect(facts, Target(model=facts.path), LAYER_IDS, CPU, torch.float32, samples)
+
+
 def test_two_rows_that_changed_places_are_found(tiny_target: Path, samples: list[Sample], expected: Expected) -> None:
     def swap(one: Features) -> torch.Tensor:
         return one.last[[1, 0, *range(2, len(one.last))]] if one.id == "s2" else one.last
@@ -387,10 +402,12 @@ def test_what_the_recipe_passes_to_the_engine_goes_before_what_is_derived(tiny_t
 
 def test_float16_is_refused_where_the_engine_scales_the_states(tiny_target: Path) -> None:
     facts = read_facts(str(tiny_target))
-    deepseek = type(facts)(**{**vars(facts), "model_type": "deepseek_v3"})
     engine_args(recipe(), facts, "float16", 10)
-    with pytest.raises(RequestError, match="float16"):
-        engine_args(recipe(), deepseek, "float16", 10)
+    kimi_k2 = replace(facts, model_type="kimi_k2", architecture="DeepseekV3ForCausalLM")
+    kimi_k25 = replace(facts, model_type="kimi_k25", text_model_type="kimi_k2", attention="mla")
+    for of_family in (replace(facts, model_type="deepseek_v3"), kimi_k2, kimi_k25):
+        with pytest.raises(RequestError, match="float16"):
+            engine_args(recipe(), of_family, "float16", 10)
 
 
 def test_what_the_user_set_of_the_engines_environment_stays(tiny_target: Path, monkeypatch: Any) -> None:

@@ -53,9 +53,10 @@ def engine_args(recipe: Recipe, facts: TargetFacts, dtype: str, longest_tokens: 
             where="extract.engine_args.data_parallel_size",
             hint="set extract.data_parallel_size, which starts so many engines",
         )
-    if dtype == "float16" and "deepseek" in f"{facts.text_model_type} {facts.model_type}":
+    named = f"{facts.architecture} {facts.text_model_type} {facts.model_type}".lower()
+    if dtype == "float16" and (facts.attention == "mla" or "deepseek" in named):
         raise RequestError(
-            "vLLM scales the states of DeepSeek models by 1 / routed_scaling_factor in float16",
+            "vLLM scales the states of DeepSeek's family by 1 / routed_scaling_factor in float16",
             where="target.dtype",
             hint="set target.dtype=bfloat16",
         )

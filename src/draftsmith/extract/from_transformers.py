@@ -16,7 +16,7 @@ from draftsmith.target import TargetHead, decoder_layers, final_norm, text_model
 # Largest relative error that rounding explains, by dtype of the computation.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _WINDOW = 1024  # samples that are sorted by length together
-_CHECKED_SEQUENCES, _CHECKED_TOKENS = 4, 128
+CHECKED_TOKENS, _CHECKED_SEQUENCES = 128, 4
 
 
 class Reference:
@@ -146,7 +146,7 @@ def measure_parity(reference: Reference, head: TargetHead, samples: Sequence[Sam
     Raises:
         CaptureError: an error is more than rounding; names the figures.
     """
-    sequences = [sample.input_ids[:_CHECKED_TOKENS] for sample in samples[:_CHECKED_SEQUENCES]]
+    sequences = [sample.input_ids[:CHECKED_TOKENS] for sample in samples[:_CHECKED_SEQUENCES]]
     alone = torch.cat([reference.states([sequence])[0] for sequence in sequences])
     batched = torch.cat(reference.states(sequences))
     by_token = ((batched - alone).float().norm(dim=-1) / alone.float().norm(dim=-1).clamp_min(1e-30)).amax(-1)

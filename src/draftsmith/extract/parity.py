@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from draftsmith.errors import CaptureError, TargetError
-from draftsmith.extract.from_transformers import TOLERANCE, Reference
+from draftsmith.extract.from_transformers import CHECKED_TOKENS, TOLERANCE, Reference, head_errors, refuse_wrong_head
 from draftsmith.extract.work import Captured
 from draftsmith.recipe import Target
 from draftsmith.records import Features, Sample, TargetFacts
@@ -58,7 +58,11 @@ def expect(
     facts: TargetFacts, target: Target, layer_ids: Sequence[int], device: torch.device, dtype: torch.dtype,
     samples: Sequence[Sample],
 ) -> Expected | str:  # fmt: skip
-    """The reference's states, through transformers; or why there are none."""
+    """The reference's states, through transformers; or why there are none.
+
+    Raises:
+        CaptureError: its own logits do not follow from its last state by the head that training reads.
+    """
     if problem := _lacks_room(facts, device, dtype):
         return problem
     last = layer_ids[-1]
@@ -69,6 +73,7 @@ def expect(
         norm = final_norm(model, facts)
     except TargetError as error:
         return f"transformers cannot run the target: {error.what}"
+    _prove_head(reference, facts, device, dtype, samples[0].input_ids[:CHECKED_TOKENS])
     states: dict[str, dict[int | str, torch.Tensor]] = {}
     for sample in samples:
         found = reference.states([sample.input_ids])[0]
@@ -81,6 +86,17 @@ def expect(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the engine takes a share of the whole device
     return Expected(states)
+
+
+def _prove_head(
+    reference: Reference, facts: TargetFacts, device: torch.device, dtype: torch.dtype, input_ids: list[int]
+) -> None:
+    """The engine's next tokens tell which logit is the largest; how large it is, only the reference's logits tell."""
+    try:
+        head = load_head(facts, device, dtype)
+    except TargetError:  # `measure` says so
+        return
+    refuse_wrong_head(head_errors(head, *reference.last_and_logits(input_ids)), TOLERANCE[dtype])
 
 
 def compare(
