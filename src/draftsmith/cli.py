@@ -214,9 +214,21 @@ def export(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = 
 
 
 @app.command()
-def serve(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = False, redo: Redo = False) -> None:
-    """Print the engine command that serves the target with its draft."""
-    _stage("serve", recipe, overrides, as_json, redo)
+def serve(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    redo: Redo = False,
+    start: Annotated[bool, typer.Option("--run", help="Run it, see that it drafts, and serve until Ctrl-C")] = False,
+) -> None:
+    """Print the engine command that serves the target with its draft, or run it."""
+    if not start:
+        _stage("serve", recipe, overrides, as_json, redo)
+        return
+    from draftsmith.pipeline import run_stage
+    from draftsmith.serve.foreground import serve_in_foreground
+
+    _with_recipe(recipe, overrides, lambda loaded: serve_in_foreground(loaded, run_stage("serve", loaded)), as_json)
 
 
 @app.command()

@@ -20,8 +20,19 @@ ALWAYS = ("serve", "report")  # a command line and a page cost nothing to make a
 
 
 def run_all(recipe: Recipe, *, redo: bool = False) -> dict[str, Any]:
-    """Go through all stages. Returns their reports by stage."""
-    return {stage: run_stage(stage, recipe, redo=redo) for stage in STAGES}
+    """Go through all stages. Returns their reports by stage.
+
+    The export states the acceptance, and serving is measured with the export: `evaluate` then goes on after it.
+    """
+    served = recipe.evaluate.served
+    unserved = recipe.evaluate.model_copy(update={"served": served.model_copy(update={"enabled": False})})
+    before_export = recipe.model_copy(update={"evaluate": unserved})
+    reports = {}
+    for stage in STAGES:
+        reports[stage] = run_stage(stage, before_export if stage == "evaluate" else recipe, redo=redo)
+        if stage == "export" and served.enabled:
+            reports["evaluate"] = run_stage("evaluate", recipe)
+    return reports
 
 
 def run_stage(stage: str, recipe: Recipe, *, redo: bool = False) -> dict[str, Any]:
@@ -68,7 +79,7 @@ def _run_recorded(stage: str, recipe: Recipe, redo: bool, work: Callable[[], dic
                 where=stage,
                 hint="restore them, use another run_dir, or give --redo to delete this stage's results and do it again",
             )
-        if state["status"] == "done" and stage not in ALWAYS:
+        if state["status"] == "done" and stage not in ALWAYS and not _goes_on(stage, recipe):
             append_event(paths, stage, "skipped")
             return state["report"]
     resuming = state is not None
@@ -90,6 +101,11 @@ def _run_recorded(stage: str, recipe: Recipe, redo: bool, work: Callable[[], dic
     write_json(paths.stage_file(stage), {**record, "status": "done", "report": report})
     append_event(paths, stage, "done", seconds=seconds)
     return report
+
+
+def _goes_on(stage: str, recipe: Recipe) -> bool:
+    """Whether a finished stage may have more to do: serving is measured on top of the other figures, which stay."""
+    return stage == "evaluate" and recipe.evaluate.served.enabled
 
 
 def read_state(paths: RunPaths, stage: str) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ RUN/
   prepare/corpus.parquet  Samples          prepare/draft_vocab.json
   extract/store/          shards, ledger, manifest
   train/checkpoints/      step-00000500/ …, complete or absent
-  evaluate/acceptance.json
+  evaluate/acceptance.json                           evaluate/served.json
   export/vllm/ export/sglang/
   report/report.html      and recipe.yaml, the settings on record
 """
@@ -85,6 +85,10 @@ class RunPaths:
     @property
     def acceptance(self) -> Path:
         return self.root / "evaluate" / "acceptance.json"
+
+    @property
+    def served(self) -> Path:
+        return self.root / "evaluate" / "served.json"
 
     def export(self, format: str) -> Path:
         return self.root / "export" / format
@@ -184,6 +188,11 @@ def read_events(paths: RunPaths) -> list[dict[str, Any]]:
 def hash_file(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_draft(folder: Path) -> str:
+    """Of an exported draft's weights: tells whether a figure is of this draft."""
+    return hash_json([hash_file(file) for file in sorted(folder.glob("*.safetensors"))])
 
 
 def hash_json(data: Any) -> str:

@@ -10,9 +10,10 @@ import pytest
 
 from draftsmith import export, serve
 from draftsmith import recipe as recipes
+from draftsmith.engine_commands import sglang_command, vllm_command
+from draftsmith.engine_server import module_command
 from draftsmith.errors import RequestError
-from draftsmith.rundir import RunPaths, write_json
-from draftsmith.serve.commands import sglang_command, vllm_command
+from draftsmith.rundir import RunPaths, digest_draft, write_json
 from tests.export.builders import PLAIN, make_facts
 from tests.export.test_run import trained_run
 
@@ -72,16 +73,16 @@ def test_a_hub_target_keeps_the_revision_that_was_probed(tiny_target):
     facts = make_facts(tiny_target, revision="0123abc")
     recipe = make_recipe("someone/some-model")
     for command in (vllm_command, sglang_command):
-        arguments = command(recipe, facts, Path("draft"))
+        arguments = command(recipe, facts, Path("draft"), 3)
         assert "someone/some-model" in arguments
         assert option(arguments, "--revision") == "0123abc"
-        assert "--revision" not in command(recipe, replace(facts, revision=None), Path("draft"))
+        assert "--revision" not in command(recipe, replace(facts, revision=None), Path("draft"), 3)
 
 
 def test_how_the_target_is_loaded_is_as_in_the_recipe(tiny_target):
     recipe = make_recipe(tiny_target, dtype="float16", trust_remote_code=True)
     for command in (vllm_command, sglang_command):
-        arguments = command(recipe, make_facts(tiny_target), Path("draft"))
+        arguments = command(recipe, make_facts(tiny_target), Path("draft"), 3)
         assert option(arguments, "--dtype") == "float16"
         assert "--trust-remote-code" in arguments
 
@@ -99,15 +100,47 @@ def test_devices_that_do_not_divide_the_drafts_heads_are_refused(paths, tiny_tar
         serve.run(make_recipe(tiny_target, {"tensor_parallel_size": 3}), paths)
 
 
+def test_without_a_draft_the_command_is_that_of_the_target_alone(tiny_target):
+    arguments = vllm_command(make_recipe(tiny_target), make_facts(tiny_target), None, 3, max_num_seqs=4, port=None)
+    assert arguments == ["vllm", "serve", str(tiny_target.resolve()), "--max-num-seqs", "4"]
+    run_here = module_command(arguments)
+    assert run_here[1:] == ["-m", "vllm.entrypoints.openai.api_server", "--model", *arguments[2:]]
+
+
+def leave_forecast(paths: RunPaths, best: dict[str, Any], **fields: Any) -> None:
+    served = {"draft_sha256": digest_draft(paths.export("vllm")), "forecast": {"best": best}}
+    write_json(paths.served, served | fields)
+
+
+@pytest.mark.parametrize(("concurrency", "k"), [(1, 5), (6, 2), (1000, 3)])
+def test_the_fastest_of_the_forecast_is_served_where_there_is_one(paths, tiny_target, concurrency, k):
+    fast, slow = ({"num_speculative_tokens": k, "speedup": 1.5} for k in (5, 2))
+    leave_forecast(paths, {"1": fast, "8": slow, "64": None})
+    report = serve.run(make_recipe(tiny_target, {"concurrency": concurrency}), paths)
+    assert speculative_config(report["arguments"])["num_speculative_tokens"] == k == report["num_speculative_tokens"]
+    assert "forecast" in report["summary"][-1]
+    own = serve.run(make_recipe(tiny_target, {"concurrency": concurrency, "num_speculative_tokens": 4}), paths)
+    assert (own["num_speculative_tokens"], own["notes"]) == (4, [])
+
+
+def test_the_forecast_of_another_draft_chooses_nothing(paths, tiny_target):
+    leave_forecast(paths, {"1": {"num_speculative_tokens": 5, "speedup": 1.5}}, draft_sha256="another")
+    assert serve.run(make_recipe(tiny_target), paths)["num_speculative_tokens"] == 3
+
+
 @pytest.mark.vllm
 def test_vllms_own_parser_takes_the_command(paths, tiny_target):
     pytest.importorskip("vllm")
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    recipe = make_recipe(tiny_target, {"tensor_parallel_size": 2}, dtype="float32", trust_remote_code=True)
-    arguments = vllm_command(recipe, make_facts(tiny_target, revision="0123abc"), paths.export("vllm"))
+    flags = {"max_model_len": 64, "enforce_eager": True, "enable_prefix_caching": False}
+    sections = {"tensor_parallel_size": 2, "port": 8123, "engine_args": flags | {"hf_overrides": {"a": [1]}}}
+    recipe = make_recipe(tiny_target, sections, dtype="float32", trust_remote_code=True)
+    arguments = vllm_command(recipe, make_facts(tiny_target, revision="0123abc"), paths.export("vllm"), 3)
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments[2:])
+    assert {name: getattr(parsed, name) for name in flags} == flags
+    assert (parsed.port, parsed.hf_overrides) == (8123, {"a": [1]})
     assert parsed.speculative_config == speculative_config(arguments)
     assert (parsed.tensor_parallel_size, parsed.revision, parsed.dtype) == (2, "0123abc", "float32")
     assert parsed.trust_remote_code

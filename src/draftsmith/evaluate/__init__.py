@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,44 @@ from draftsmith.rundir import RunPaths
 
 
 def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
-    """Measure the trained draft, and the untrained beside it, on held-out conversations.
+    """Measure the trained draft, and the untrained beside it, on held-out conversations; in serving too, if wanted.
 
     Raises:
         CheckFailed: a decoded text is not the target's own greedy text, and rounding does not explain it.
+        EngineError: an engine to be measured did not come up or broke off.
     """
-    from draftsmith.evaluate.figures import make_report, refuse_unfaithful, summary_lines
-    from draftsmith.evaluate.held_out import decode_prompts, open_held_out, replay_recorded
+    from draftsmith.evaluate.figures import refuse_unfaithful, summary_lines
+
+    report = _offline(recipe, paths)
+    refuse_unfaithful(report)
+    summary = summary_lines(report)
+    if recipe.evaluate.served.enabled:
+        from draftsmith.evaluate import served_figures
+        from draftsmith.evaluate.served import measure_served
+
+        served = measure_served(recipe, paths, report)
+        served_figures.refuse_other_texts(served)
+        report = {**report, **served, "prompt_sets": report["prompt_sets"] + served["prompt_sets"]}
+        summary += served_figures.summary_lines(served)
+    return {**report, "summary": summary}
+
+
+def _offline(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
+    """Everything but serving. The target is let go of at the end, for the engines need its memory."""
+    from draftsmith.evaluate.figures import make_report
+    from draftsmith.evaluate.held_out import decode_prompts, open_held_out, release_memory, replay_recorded
     from draftsmith.rundir import write_json
 
+    if recipe.evaluate.served.enabled and paths.acceptance.exists():  # of the same settings, or it would be stale
+        return json.loads(paths.acceptance.read_text(encoding="utf-8"))
     held_out = open_held_out(recipe, paths)
     recorded = replay_recorded(held_out)
     decoded = decode_prompts(held_out) if recipe.evaluate.prompts else {}
     report = make_report(held_out, recorded, decoded)
     write_json(paths.acceptance, report)
-    refuse_unfaithful(report)
-    return {**report, "summary": summary_lines(report)}
+    del held_out
+    release_memory()
+    return report
 
 
 def why(recipe: Recipe, paths: RunPaths, draft: Path | None = None) -> dict[str, Any]:

@@ -83,14 +83,15 @@ def stops_paying(forecasts: Iterable[Forecast]) -> int | None:
 
 
 def _forecast(k: int, concurrency: int, length: float, costs: StepCosts) -> Forecast:
-    alone = _seconds(costs.target_seconds, concurrency, "the target's")
-    verify = _seconds(costs.target_seconds, concurrency * (k + 1), "the target's")
-    draft = _seconds(costs.draft_seconds, concurrency, "the draft's")
+    alone = seconds_of(costs.target_seconds, concurrency, "the target's")
+    verify = seconds_of(costs.target_seconds, concurrency * (k + 1), "the target's")
+    draft = seconds_of(costs.draft_seconds, concurrency, "the draft's")
     seconds = verify + k * draft + costs.round_seconds
     return Forecast(k, concurrency, length, concurrency * length / seconds, length * alone / seconds)
 
 
-def _seconds(measured: Mapping[int, float], tokens: int, whose: str) -> float:
+def seconds_of(measured: Mapping[int, float], tokens: int, whose: str) -> float:
+    """Of a step of so many tokens, on the line between the measured ones beside it. Raises RequestError beyond them."""
     below = max((size for size in measured if size <= tokens), default=None)
     above = min((size for size in measured if size >= tokens), default=None)
     if below is None or above is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +150,13 @@ def decode_prompts(held_out: HeldOut) -> dict[str, dict[str, Any]]:
 
     results = work_through(held_out.folder / "decoded.jsonl", "decode", "prompts", prompts, work)
     return dict(zip(prompts, results, strict=True))
+
+
+def release_memory() -> None:
+    """Give back what models that nobody holds any more left with the device's allocator."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def choose_prompts(held_out: HeldOut) -> list[str]:

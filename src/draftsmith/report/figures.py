@@ -53,6 +53,7 @@ def figures(run: RunRecord) -> list[Figure]:
     return [
         *plain,
         *_acceptance(run),
+        *_speed(run),
         *([Figure("draft_bytes", "exported draft", "bytes", max(sizes))] if sizes else []),
         *([Figure("seconds", "time on record", "seconds", sum(times))] if times else []),
     ]
@@ -72,6 +73,15 @@ def _acceptance(run: RunRecord) -> list[Figure]:
     if is_number(prompts := dig(lossless, "prompts")) and prompts:
         share = dig(lossless, "identical") / prompts
         found.append(Figure("identical_share", "texts identical to the target's own", "share", share))
+    return found
+
+
+def _speed(run: RunRecord) -> list[Figure]:
+    found = []
+    for of in run.served.get("prompt_sets") or []:
+        if is_number(speedup := dig(of, "speedup")):
+            bounds = interval({"confidence_95": of.get("speedup_95")})
+            found.append(Figure(f"speedup {of.get('name')}", f"speed-up, {of.get('name')}", "length", speedup, bounds))
     return found
 
 
@@ -164,6 +174,10 @@ def _unsigned(value: float, unit: str, difference: bool) -> str:
         return _time(value)
     if unit == "bytes":
         return _size(value)
+    if unit == "milliseconds":
+        return f"{1000 * value:,.1f}"
+    if unit == "percent":
+        return f"{100 * value:.1f} %"
     if unit == "share":
         return f"{100 * value:.1f} {'points' if difference else '%'}"
     return {"count": f"{value:,.0f}", "rate": f"{value:,.1f}", "length": f"{value:.2f}", "loss": f"{value:.3f}"}[unit]

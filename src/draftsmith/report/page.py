@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from datetime import datetime
 from functools import cache
@@ -13,6 +14,7 @@ import numpy as np
 from markupsafe import Markup
 
 from draftsmith import __version__
+from draftsmith.recipe import Served
 from draftsmith.report.commands import as_yaml, command, recorded_recipe
 from draftsmith.report.figures import (
     PREFERRED,
@@ -65,7 +67,9 @@ def render(run: RunRecord, other: RunRecord | None, recipe: Path | None, made: d
         validations=[line for line in run.metrics if line.get("split") == "validation"],
         trained=prompt_set(run, "trained"),
         untrained=prompt_set(run, "untrained"),
-        served=[found for found in run.acceptance.get("prompt_sets") or [] if is_number(dig(found, "speedup"))],
+        served=[found for found in run.served.get("prompt_sets") or [] if is_number(dig(found, "speedup"))],
+        served_settings=_served_settings(run),
+        foretold=_foretold(run),
         compared=compare(run, other) if other else {},
         settings=settings_that_differ(run, other) if other else [],
         other=other,
@@ -108,6 +112,21 @@ def between(bounds: Any, unit: str) -> Markup:
     if not isinstance(bounds, list | tuple) or len(bounds) != 2:
         return Markup("")
     return Markup(' <span class="interval">({} to {})</span>').format(show(bounds[0], unit), show(bounds[1], unit))
+
+
+def _served_settings(run: RunRecord) -> list[str]:
+    """What was set otherwise than by default, as it is typed."""
+    usual = Served().model_dump(mode="json")
+    found = dig(run.served, "settings") or {}
+    return [f"evaluate.served.{name}={json.dumps(value)}" for name, value in found.items() if value != usual.get(name)]
+
+
+def _foretold(run: RunRecord) -> dict[int, list[dict[str, Any]]]:
+    """The forecast by concurrency, each by K."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for one in dig(run.served, "forecast", "all") or []:
+        found.setdefault(one["concurrency"], []).append(one)
+    return found
 
 
 def _rates(run: RunRecord) -> dict[str, tuple[float, str]]:

@@ -40,6 +40,7 @@ class RunRecord:
     stages: dict[str, StageRecord]
     metrics: list[dict[str, Any]]  # lines of train/metrics.jsonl
     acceptance: dict[str, Any]
+    served: dict[str, Any]  # evaluate/served.json
     why: dict[str, Any]  # evaluate/why.json
     manifest: dict[str, Any]  # of the store
     lengths_tokens: list[int]  # of the corpus, by sample
@@ -72,6 +73,7 @@ def read_run(root: Path) -> RunRecord:
         stages=stages,
         metrics=reader.lines(paths.stage("train") / "metrics.jsonl"),
         acceptance=reader.document(paths.acceptance) or stages["evaluate"].report,
+        served=reader.document(paths.served),
         why=reader.document(paths.stage("evaluate") / "why.json"),
         manifest=reader.translated(paths.store / MANIFEST, lambda: vars(read_manifest(paths.store))) or {},
         lengths_tokens=reader.translated(paths.corpus, lambda: list(corpus_lengths(paths.corpus).values())) or [],

@@ -1,4 +1,4 @@
-"""Draft folder + target → the command that serves them."""
+"""Draft folder + target → the command that serves them, printed or run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     Raises:
         RequestError: the draft was not exported for this engine, or cannot be split over so many devices.
     """
+    from draftsmith.engine_commands import sglang_command, vllm_command
     from draftsmith.records import TargetFacts
-    from draftsmith.serve.commands import sglang_command, vllm_command
+    from draftsmith.serve.draft_tokens import choose_draft_tokens
 
     engine = recipe.serve.engine
     folder = paths.export(engine)
@@ -33,13 +34,20 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
             hint="use a divisor of the heads, or train with train.draft.num_attention_heads that it divides",
         )
     facts = TargetFacts.from_json(json.loads(paths.require(paths.facts, "probe").read_text(encoding="utf-8")))
-    arguments = (vllm_command if engine == "vllm" else sglang_command)(recipe, facts, folder)
+    draft_tokens, notes = choose_draft_tokens(recipe, paths)
+    arguments = (vllm_command if engine == "vllm" else sglang_command)(recipe, facts, folder, draft_tokens)
     return {
         "engine": engine,
         "command": shlex.join(arguments),
         "arguments": arguments,
+        "num_speculative_tokens": draft_tokens,
         "requires": manifest["requires"],
-        "summary": [shlex.join(arguments), *(f"# needs {need}" for need in manifest["requires"])],
+        "notes": notes,
+        "summary": [
+            shlex.join(arguments),
+            *(f"# needs {need}" for need in manifest["requires"]),
+            *(f"# {note}" for note in notes),
+        ],
     }
 
 

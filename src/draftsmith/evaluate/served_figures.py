@@ -1,0 +1,253 @@
+"""What serving was measured to do: figures with their intervals, identical texts, and the forecast beside them.
+
+Intervals are Student's over the repeats, at 95 %: of the same prompts, so they hold the machine's noise alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from draftsmith.errors import CheckFailed
+from draftsmith.evaluate.forecast import Forecast, StepCosts, acceptance_lengths, best, forecast, stops_paying
+from draftsmith.evaluate.step_costs import divide
+from draftsmith.recipe import Recipe
+
+# Of Student's t, two-sided, for 1, 2 … degrees of freedom (any table).
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+# Two computations of a log-probability differ by so much at most, as seen of targets in bfloat16; a larger gap between
+# the two tokens is not rounding.
+TIE_NATS = 0.5
+STEPS = "steps"
+
+Measurements = dict[tuple[str, int], dict[str, Any]]
+
+
+def make_served(
+    recipe: Recipe, alone: Measurements, drafted: dict[int, Measurements], offline: dict[str, Any]
+) -> dict[str, Any]:
+    """Figures of every K, set and concurrency; step costs; the forecast, and how far off it is.
+
+    Args:
+        alone: measurements without the draft, by prompt set and concurrency; step times under STEPS.
+        drafted: the same with the draft, by K.
+        offline: the report of `evaluate`'s other figures.
+    """
+    costs = divide(
+        {size: found["seconds"] for (name, size), found in alone.items() if name == STEPS},
+        {
+            (k, size): found["seconds"]
+            for k, results in drafted.items()
+            for (name, size), found in results.items()
+            if name == STEPS
+        },
+    )
+    rates = offline_rates(offline)
+    expected = forecast(acceptance_lengths(rates), costs, recipe.evaluate.served.concurrency)
+    sets = [
+        _figures(k, name, concurrency, alone[name, concurrency], found, expected, costs)
+        for k, results in drafted.items()
+        for (name, concurrency), found in results.items()
+        if name != STEPS
+    ]
+    return {
+        "prompt_sets": sets,
+        "step_costs": {
+            "target_seconds": {str(n): seconds for n, seconds in costs.target_seconds.items()},
+            "draft_seconds": {str(n): seconds for n, seconds in costs.draft_seconds.items()},
+            "round_seconds": costs.round_seconds,
+        },
+        "forecast": {
+            "per_position": rates,
+            "all": [dataclasses.asdict(one) for one in expected],
+            "best": {str(c): one and dataclasses.asdict(one) for c, one in best(expected).items()},
+            "stops_paying": stops_paying(expected),
+        },
+    }
+
+
+def offline_rates(offline: dict[str, Any]) -> list[float]:
+    """Joint rates of the trained draft: of real decoding where there is some, else of the recorded states."""
+    for method in ("decoded", "recorded"):
+        for found in offline["prompt_sets"]:
+            if (found["method"], found["draft"]) == (method, "trained"):
+                return list(found["per_position"])
+    raise ValueError("the report has no figures of the trained draft")
+
+
+def _figures(
+    k: int,
+    name: str,
+    concurrency: int,
+    alone: dict[str, Any],
+    drafted: dict[str, Any],
+    expected: list[Forecast],
+    costs: StepCosts,
+) -> dict[str, Any]:
+    plain, ours = alone["repeats"], drafted["repeats"]
+    rates = [sum(r["accepted_per_position"][i] for r in ours) / sum(r["drafts"] for r in ours) for i in range(k)]
+    lengths = [1 + r["accepted_tokens"] / r["drafts"] for r in ours]
+    speedups = [b["tokens_per_second"] / a["tokens_per_second"] for a, b in zip(plain, ours, strict=True)]
+    return {
+        "name": f"{name}, {concurrency} at once, K = {k}",
+        "method": "served",
+        "draft": "trained",
+        "prompt_set": name,
+        "concurrency": concurrency,
+        "num_speculative_tokens": k,
+        "mean_acceptance_length": 1 + sum(rates),
+        "confidence_95": interval_95(lengths) or (1.0, 1.0 + k),
+        "per_position": rates,
+        "prompts": len(drafted["texts"]),
+        "tokens": sum(r["tokens"] for r in ours),
+        "tokens_per_second": _both(plain, ours, "tokens_per_second"),
+        "speedup": mean(speedups),
+        "speedup_95": interval_95(speedups),
+        "latency_seconds": {
+            which: {at: _both(plain, ours, which, at) for at in ("p50", "p99")}
+            for which in ("first_token_seconds", "inter_token_seconds", "seconds_per_token")
+        },
+        "identical": _identical(drafted),
+        "forecast": _compared(k, concurrency, mean(speedups), rates, expected, costs),
+    }
+
+
+def _both(plain: list[Any], ours: list[Any], name: str, percentile: str | None = None) -> dict[str, Any]:
+    """A figure of every repeat, or one of its percentiles: its mean without the draft and with it, and intervals."""
+    found: dict[str, Any] = {}
+    for engine, repeats in (("without_draft", plain), ("with_draft", ours)):
+        values = [repeat[name] for repeat in repeats if repeat[name] is not None]
+        values = [value[percentile] for value in values] if percentile else values
+        found |= {engine: mean(values) if values else None, f"{engine}_95": interval_95(values)}
+    return found
+
+
+def _compared(
+    k: int, concurrency: int, speedup: float, rates: list[float], expected: list[Forecast], costs: StepCosts
+) -> dict[str, Any] | None:
+    """The forecast beside the measured speed-up. At the acceptance of serving, what is left is the costs' error."""
+    of = [one for one in expected if (one.num_speculative_tokens, one.concurrency) == (k, concurrency)]
+    if not of:
+        return None  # acceptance was not estimated for so many draft tokens
+    again = forecast(acceptance_lengths(rates), costs, [concurrency])[k - 1]
+    return {
+        "speedup": of[0].speedup,
+        "relative_error": of[0].speedup / speedup - 1,
+        "speedup_at_served_acceptance": again.speedup,
+        "relative_error_at_served_acceptance": again.speedup / speedup - 1,
+    }
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def interval_95(values: Sequence[float]) -> tuple[float, float] | None:
+    """Of the mean; None of fewer than two."""
+    if len(values) < 2:
+        return None
+    centre = mean(values)
+    variance = sum((value - centre) ** 2 for value in values) / (len(values) - 1)
+    half = T_95[len(values) - 2] * math.sqrt(variance / len(values))
+    return centre - half, centre + half
+
+
+def differences(
+    prompts: Sequence[list[int]],
+    alone: Sequence[list[int]],
+    drafted: Sequence[list[int]],
+    likeliest: Callable[[list[int]], dict[int, float]],
+) -> list[dict[str, Any]]:
+    """Where each text first leaves the other's, and how likely the target finds either token there.
+
+    Args:
+        likeliest: log-probabilities of the target's likeliest tokens after a text.
+    """
+    found = []
+    for number, (prompt, ours, theirs) in enumerate(zip(prompts, drafted, alone, strict=True)):
+        index = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+        if index is None:
+            continue
+        said = likeliest(prompt + theirs[:index])
+        chances = [said.get(token) for token in (theirs[index], ours[index])]
+        gap = abs(chances[0] - chances[1]) if chances[0] is not None and chances[1] is not None else None
+        found.append(
+            {
+                "prompt": number,
+                "index": index,
+                "without_draft": theirs[index],
+                "with_draft": ours[index],
+                "gap_nats": gap,  # null: one of the two is not among the likeliest at all
+                "tie": gap is not None and gap <= TIE_NATS,
+            }
+        )
+    return found
+
+
+def _identical(drafted: dict[str, Any]) -> dict[str, Any] | None:
+    found = drafted.get("differences")
+    if found is None:
+        return None
+    return {
+        "prompts": len(drafted["texts"]),
+        "identical": len(drafted["texts"]) - len(found),
+        "ties": [one for one in found if one["tie"]],
+        "faults": [one for one in found if not one["tie"]],
+    }
+
+
+def refuse_other_texts(served: dict[str, Any]) -> None:
+    """Raises CheckFailed if the engine says something else with the draft, and rounding does not explain it."""
+    for found in served["prompt_sets"]:
+        faults = (found["identical"] or {}).get("faults") or []
+        if faults:
+            first = faults[0]
+            gap = "not among its likeliest" if first["gap_nats"] is None else f"{first['gap_nats']:.3g} nats apart"
+            raise CheckFailed(
+                f"{len(faults)} of {found['prompts']} texts are not what the engine writes without the draft "
+                f"({found['name']}); text {first['prompt']} first, at token {first['index']}: {first['with_draft']} in "
+                f"place of {first['without_draft']}, for the target {gap}",
+                where="evaluate.served",
+                hint="speculative decoding must not change the output; please report it with the target's config.json",
+            )
+
+
+def summary_lines(served: dict[str, Any]) -> list[str]:
+    return [f"{'':<9} {line}" for found in served["prompt_sets"] for line in _lines(found)] + [
+        f"{'':<9} {line}" for line in _forecast_lines(served["forecast"])
+    ]
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    rate, gaps = found["tokens_per_second"], found["latency_seconds"]["inter_token_seconds"]["p50"]
+    spread = "" if found["speedup_95"] is None else " (95 %: {:.2f} to {:.2f})".format(*found["speedup_95"])
+    line = (
+        f"served {found['name']}: {rate['with_draft']:,.1f} tokens/s against {rate['without_draft']:,.1f}, speed-up "
+        f"{found['speedup']:.2f}{spread}; acceptance length {found['mean_acceptance_length']:.2f}"
+    )
+    if gaps["with_draft"] is not None and gaps["without_draft"] is not None:
+        line += f"; a chunk every {1000 * gaps['with_draft']:.1f} ms against {1000 * gaps['without_draft']:.1f}"
+    if (foretold := found["forecast"]) is not None:
+        line += f"; forecast {foretold['speedup']:.2f}, {foretold['relative_error']:+.1%}"
+    if (same := found["identical"]) is None:
+        return [line]
+    ties = f", {len(same['ties'])} leave it at a near-tie" if same["ties"] else ""
+    faults = f", {len(same['faults'])} AT NO TIE" if same["faults"] else ""
+    return [line, f"  {same['identical']} of {same['prompts']} texts are the same without the draft{ties}{faults}"]
+
+
+def _forecast_lines(found: dict[str, Any]) -> list[str]:
+    lines = [
+        f"forecast, {concurrency} at once: "
+        + (
+            "no K is faster than the target alone"
+            if one is None
+            else f"best K = {one['num_speculative_tokens']}, {one['speedup']:.2f} times as fast"
+        )
+        for concurrency, one in found["best"].items()
+    ]
+    if found["stops_paying"] is not None:
+        lines.append(f"forecast: speculation stops paying at {found['stops_paying']} at once")
+    return lines

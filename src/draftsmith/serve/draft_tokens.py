@@ -1,0 +1,41 @@
+"""How many draft tokens a round should have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from draftsmith.recipe import Recipe
+from draftsmith.rundir import RunPaths, digest_draft
+
+
+def choose_draft_tokens(recipe: Recipe, paths: RunPaths) -> tuple[int, list[str]]:
+    """K as said, else the fastest of the forecast at the concurrency nearest to that of serving, else as evaluated.
+
+    Returns:
+        K, and what a person should know of the choice.
+    """
+    if recipe.serve.num_speculative_tokens is not None:
+        return recipe.serve.num_speculative_tokens, []
+    evaluated = recipe.evaluate.num_speculative_tokens
+    best = _forecast_of_this_draft(recipe, paths)
+    if not best:
+        return evaluated, []
+    wanted = recipe.serve.concurrency
+    nearest = min(best, key=lambda measured: (abs(int(measured) - wanted), int(measured)))
+    chosen = best[nearest]
+    if chosen is None:
+        return evaluated, [f"the forecast has no K that is faster than the target alone, {nearest} at once"]
+    k, speedup = chosen["num_speculative_tokens"], chosen["speedup"]
+    return k, [f"K = {k} is the fastest of the forecast, {nearest} at once: {speedup:.2f} times the target alone"]
+
+
+def _forecast_of_this_draft(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
+    """By concurrency; empty if there is none, or only one of another draft."""
+    if not paths.served.exists() or not paths.export("vllm").exists():
+        return {}
+    served = json.loads(paths.served.read_text(encoding="utf-8"))
+    if served["draft_sha256"] != digest_draft(paths.export("vllm")):
+        return {}
+    found: dict[str, Any] = served["forecast"]["best"]
+    return found

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftsmith.errors import CheckFailed
+from draftsmith.evaluate.served_figures import (
+    STEPS,
+    differences,
+    interval_95,
+    make_served,
+    refuse_other_texts,
+    summary_lines,
+)
+from draftsmith.recipe import Recipe, parse
+
+K, RATES = 2, [0.75, 0.5]
+
+
+def repeat(tokens_per_second: float, rounds: int = 0) -> dict[str, Any]:
+    latency = {"p50": 0.01, "p99": 0.02}
+    return {
+        "tokens": 100,
+        "tokens_per_second": tokens_per_second,
+        "first_token_seconds": latency,
+        "inter_token_seconds": None,
+        "seconds_per_token": latency,
+        "drafts": rounds,
+        "draft_tokens": K * rounds,
+        "accepted_tokens": int(sum(RATES) * rounds),
+        "accepted_per_position": [int(rate * rounds) for rate in RATES] if rounds else [],
+    }
+
+
+def recipe(**served: Any) -> Recipe:
+    return parse({"name": "t", "target": {"model": "m"}, "evaluate": {"served": {"concurrency": [1, 8]} | served}})
+
+
+def measured(target: float = 1.0, draft: float = 0.1, differing: Any = ()) -> dict[str, Any]:
+    """A machine whose steps always take the same, served just as the forecast has it."""
+    alone: Any = {(STEPS, size): {"seconds": target} for size in (1, 3, 8, 24)}
+    drafted: Any = {(STEPS, size): {"seconds": target + K * draft} for size in (1, 8)}
+    speedup = (1 + sum(RATES)) * target / (target + K * draft)
+    for c in (1, 8):
+        alone["chat", c] = {"repeats": [repeat(10.0 * c), repeat(12.0 * c)], "texts": [[1], [2]]}
+        ours = [repeat(10.0 * c * speedup, 16), repeat(12.0 * c * speedup, 16)]
+        drafted["chat", c] = {"repeats": ours, "texts": [[1], [2]], "differences": list(differing)}
+    offline = {"prompt_sets": [{"method": "recorded", "draft": "trained", "per_position": RATES}]}
+    return make_served(recipe(), alone, {K: drafted}, offline)
+
+
+def test_a_machine_of_even_steps_is_as_fast_as_forecast():
+    found = measured()
+    assert found["step_costs"]["draft_seconds"] == pytest.approx({"1": 0.1, "8": 0.1})
+    for one in found["prompt_sets"]:
+        assert one["speedup"] == pytest.approx(2.25 / 1.2)
+        assert one["forecast"]["relative_error"] == pytest.approx(0, abs=1e-9)
+        assert one["forecast"]["relative_error_at_served_acceptance"] == pytest.approx(0, abs=1e-9)
+        assert one["mean_acceptance_length"] == pytest.approx(2.25)
+        assert one["per_position"] == RATES
+    assert found["forecast"]["best"]["8"]["num_speculative_tokens"] == K
+    assert found["forecast"]["stops_paying"] is None
+    json.dumps(found, allow_nan=False)
+
+
+def test_rates_are_those_of_both_and_the_speedup_is_over_repeats():
+    one = measured()["prompt_sets"][1]
+    assert one["tokens_per_second"]["without_draft"] == pytest.approx(88.0)
+    assert one["tokens_per_second"]["with_draft"] == pytest.approx(88.0 * 2.25 / 1.2)
+    assert one["speedup_95"] == pytest.approx([one["speedup"]] * 2)
+    assert one["latency_seconds"]["inter_token_seconds"]["p50"]["with_draft"] is None
+
+
+def test_a_dear_draft_is_said_not_to_pay():
+    found = measured(draft=2.0)
+    assert found["forecast"]["stops_paying"] == 1
+    lines = "\n".join(summary_lines(found))
+    assert "no K is faster than the target alone" in lines
+    assert "stops paying at 1 at once" in lines
+
+
+def test_lines_name_the_k_and_the_error_of_the_forecast():
+    lines = [line for line in summary_lines(measured()) if "served" in line]
+    assert len(lines) == 2
+    assert all("K = 2" in line and "forecast 1.88, +0.0%" in line for line in lines)
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=10))
+def test_the_interval_holds_the_mean(values):
+    low, high = interval_95(values) or (1.0, -1.0)
+    assert low <= sum(values) / len(values) + 1e-9
+    assert high >= sum(values) / len(values) - 1e-9
+
+
+def test_the_interval_is_students():
+    assert interval_95([1.0, 2.0, 3.0]) == pytest.approx((2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5))
+    assert interval_95([1.0]) is None
+
+
+def likeliest(ids: list[int]) -> dict[int, float]:
+    return {9: -0.7, 8: -0.72, 7: -3.0} if ids[-1] == 5 else {}
+
+
+def test_a_text_that_leaves_at_a_tie_is_told_from_one_that_does_not():
+    alone = [[4, 5, 9, 1], [4, 5, 9, 1], [4, 5, 9, 1], [4, 6, 9, 1]]
+    ours = [[4, 5, 9, 1], [4, 5, 8, 3], [4, 5, 7, 3], [4, 6, 8, 1]]
+    found = differences([[1], [2], [3], [4]], alone, ours, likeliest)
+    assert [(one["prompt"], one["index"], one["tie"]) for one in found] == [(1, 2, True), (2, 2, False), (3, 2, False)]
+    assert found[0]["gap_nats"] == pytest.approx(0.02)
+    assert found[2]["gap_nats"] is None
+    report = measured(differing=found)
+    assert report["prompt_sets"][0]["identical"]["ties"] == found[:1]
+    assert "1 leave it at a near-tie, 2 AT NO TIE" in "\n".join(summary_lines(report))
+    with pytest.raises(CheckFailed, match=r"2 of 2 texts.*text 2 first, at token 2: 7 in place of 9.*2\.3 nats apart"):
+        refuse_other_texts(report)
+    refuse_other_texts(measured(differing=found[:1]))
