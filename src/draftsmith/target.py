@@ -204,7 +204,9 @@ def load_head(facts: TargetFacts, device: torch.device, dtype: torch.dtype) -> T
     """
     folder = Path(facts.path)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text = config.get("text_config") or config
+    text = config
+    for key in facts.wrapper.split(".") if facts.wrapper else ():
+        text = text[key]
 
     def read(key: str | None, what: str) -> torch.Tensor:
         if key is None:

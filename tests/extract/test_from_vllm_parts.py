@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,16 @@ from draftsmith.errors import CaptureError, CheckFailed, MissingExtraError, Requ
 from draftsmith.extract.engine_errors import explain_death
 from draftsmith.extract.engine_settings import engine_args, engine_version, environment
 from draftsmith.extract.from_transformers import Reference
-from draftsmith.extract.parity import Expected, compare, expect, next_token_agreement, refuse_other_tokens
+from draftsmith.extract.parity import (
+    SEQUENCES,
+    TOKENS,
+    Expected,
+    compare,
+    expect,
+    first_samples,
+    next_token_agreement,
+    refuse_other_tokens,
+)
 from draftsmith.extract.quarantine import QUARANTINE, read_quarantine, refuse_many_set_aside, set_aside
 from draftsmith.extract.vllm_worker.client import EngineDied
 from draftsmith.extract.vllm_worker.failures import ENGINE, describe, read_failures, running_module, write_failure
@@ -301,6 +311,19 @@ def engines(tiny_target: Path, samples: list[Sample], layer_ids: tuple[int, ...]
 
 def changed(features: list[Features], **changes: Any) -> list[Features]:
     return [Features(**{**vars(one), **{name: change(one) for name, change in changes.items()}}) for one in features]
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=60), st.integers(1, 20_000))
+def test_the_sample_that_the_engine_has_to_cut_is_among_those_compared(lengths: list[int], step_tokens: int) -> None:
+    samples = [sample(number, tokens) for number, tokens in enumerate(lengths)]
+    ends = list(accumulate(lengths))
+    cut = [n for n, end in enumerate(ends) if end - lengths[n] < step_tokens < end]
+    chosen = [int(one.id[1:]) for one in first_samples(iter(samples), step_tokens)]
+    first = [number for number in chosen if number not in cut]
+    assert set(cut) <= set(chosen)
+    assert first == list(range(len(first))) or chosen == list(range(len(chosen)))
+    assert len(first) <= SEQUENCES
+    assert sum(lengths[number] for number in first[1:]) <= TOKENS
 
 
 def test_right_states_agree_in_every_layer(tiny_target: Path, samples: list[Sample], expected: Expected) -> None:

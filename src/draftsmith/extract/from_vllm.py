@@ -43,7 +43,7 @@ def capture_corpus(
     if not missing:
         return
     layer_ids, dtype = (*manifest.aux_layer_ids, manifest.num_hidden_layers), DTYPES[manifest.dtype]
-    first = first_samples(_of_corpus(paths, missing))
+    first = first_samples(_of_corpus(paths, missing), recipe.extract.max_num_batched_tokens)
     expected = expect(facts, recipe.target, layer_ids, pick_device(recipe.target.device), dtype, first)
     longest = max(missing.values())
     plan = Plan(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +43,22 @@ class Expected:
         return Expected({id: states for id, states in self.states.items() if id in set(ids)})
 
 
-def first_samples(samples: Iterable[Sample]) -> list[Sample]:
-    """As many of the samples as are compared."""
+def first_samples(samples: Iterable[Sample], step_tokens: int) -> list[Sample]:
+    """As many of the samples as are compared, and the one that the engine has to cut, as its first step is full.
+
+    Args:
+        step_tokens: of the engine.
+    """
     chosen: list[Sample] = []
-    for sample in islice(samples, SEQUENCES):
-        if chosen and sum(len(other.input_ids) for other in (*chosen, sample)) > TOKENS:
+    read, beginning = 0, True
+    for sample in samples:
+        tokens = len(sample.input_ids)
+        beginning = beginning and len(chosen) < SEQUENCES and (not chosen or read + tokens <= TOKENS)
+        if beginning or read < step_tokens < read + tokens:
+            chosen.append(sample)
+        read += tokens
+        if read >= step_tokens and not beginning:
             break
-        chosen.append(sample)
     return chosen
 
 
