@@ -7,12 +7,14 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -75,11 +77,16 @@ def parse_counters(metrics: str) -> EngineCounters:
 
 
 def read_counters(url: str) -> EngineCounters:
-    """Counters of an idle server, once they stand still. Raises EngineError."""
-    found = parse_counters(ask(url, "GET", "/metrics").text)
+    """What a server has counted so far. Raises EngineError."""
+    return parse_counters(ask(url, "GET", "/metrics").text)
+
+
+def settled_counters(url: str) -> EngineCounters:
+    """What an idle server has counted, once that stands still. Raises EngineError."""
+    found = read_counters(url)
     while True:
         time.sleep(_SETTLE_SECONDS)
-        again = parse_counters(ask(url, "GET", "/metrics").text)
+        again = read_counters(url)
         if again == found:
             return found
         found = again
@@ -96,12 +103,18 @@ def served_model(url: str) -> str:
 def ask(url: str, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = 300.0) -> httpx.Response:
     """One request. Raises EngineError if there is no good answer."""
     try:
-        response = httpx.request(method, url + path, json=body, timeout=timeout)
+        response = httpx.request(method, url + path, json=body, timeout=timeout, verify=tls())
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise EngineError(f"{type(error).__name__} {error}".strip(), where=url + path) from error
     if response.status_code != 200:
         raise EngineError(f"HTTP {response.status_code}: {response.text[:500]}", where=url + path)
     return response
+
+
+@cache
+def tls() -> ssl.SSLContext:
+    """One for all requests: httpx would read the certificates anew for each client, which takes longer than a burst."""
+    return httpx.create_ssl_context()
 
 
 def free_port() -> int:
@@ -180,7 +193,7 @@ def _wait_until_healthy(
         if process.poll() is not None:
             raise _failure(process, log, begun, where)
         try:
-            if httpx.get(f"{url}/health", timeout=10.0).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=10.0, verify=tls()).status_code == 200:
                 return
         except httpx.TransportError:
             pass  # it does not listen yet

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith import export
+from draftsmith import engine_server, export
 from draftsmith.errors import CheckFailed, EngineError, MissingInputError, RequestError
 from draftsmith.evaluate import run
 from draftsmith.recipe import Recipe
@@ -21,7 +21,8 @@ CONCURRENCY, REPEATS, TOKENS = [1, 3], 2, 8
 
 
 @pytest.fixture
-def recipe_of(world: World, tmp_path: Path) -> Callable[..., tuple[Recipe, RunPaths]]:
+def recipe_of(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Recipe, RunPaths]]:
+    monkeypatch.setattr(engine_server, "_SETTLE_SECONDS", 0.001)
     paths = build_run(world, tmp_path / "run")
 
     def make(**served: Any) -> tuple[Recipe, RunPaths]:

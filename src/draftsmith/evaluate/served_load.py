@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from draftsmith.engine_server import EngineCounters, read_counters
+from draftsmith.engine_server import EngineCounters, read_counters, settled_counters, tls
 from draftsmith.errors import EngineError
 
 
@@ -79,7 +79,7 @@ def ask_all(
     """
     before = read_counters(url)
     replies = asyncio.run(_ask_all(url, model, prompts, concurrency, sampling, timeout_seconds))
-    return Burst(replies, read_counters(url).since(before))
+    return Burst(replies, settled_counters(url).since(before))
 
 
 async def _ask_all(
@@ -88,7 +88,9 @@ async def _ask_all(
     replies: dict[int, Reply] = {}
     numbers = count()
     async with httpx.AsyncClient(
-        timeout=httpx.Timeout(timeout_seconds, pool=None), limits=httpx.Limits(max_connections=concurrency)
+        timeout=httpx.Timeout(timeout_seconds, pool=None),
+        limits=httpx.Limits(max_connections=concurrency),
+        verify=tls(),
     ) as client:
 
         async def one_after_another() -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
-from draftsmith.engine_server import ask, engine_server, read_counters, served_model
+from draftsmith.engine_server import ask, engine_server, read_counters, served_model, settled_counters
 from draftsmith.errors import CheckFailed, EngineError, RequestError
 from draftsmith.recipe import Recipe
 from draftsmith.signals import stop_requested
@@ -50,7 +50,7 @@ def smoke_request(url: str) -> dict[str, Any]:
     before = read_counters(url)
     body = {"model": served_model(url), "prompt": SMOKE_PROMPT, "max_tokens": SMOKE_TOKENS, "temperature": 0}
     answer = ask(url, "POST", "/v1/completions", body | {"ignore_eos": True}).json()
-    counted = read_counters(url).since(before)
+    counted = settled_counters(url).since(before)
     if not counted.drafts:
         raise CheckFailed(
             f"the engine answers and has drafted nothing in {SMOKE_TOKENS} tokens",
