@@ -1,29 +1,40 @@
 """How fast is the store written and read, against the disk itself, and what does it cost the processor?
 
-python benchmarks/store.py [--mib 512] [--shard-mib 64] [--tokens 512] [--hidden 4096] [--batch 8] …
+python benchmarks/store.py [--mib 1024] [--shard-mib 64] [--tokens 512] [--hidden 4096] [--batch-tokens 8192] …
 
-`--folder` is on the disk to measure; `--note` becomes part of the result's name.
+`--folder` is on the disk to measure; `--note` becomes part of the result's name; `--codecs` and `--repeats` say what
+else they do.
 
 Captured states as extraction hands them over: bfloat16, three auxiliary layers and the last, views of one tensor.
-Everything goes through the disk: written files are synced, and before reading they are dropped from the page cache.
-Writes results/store.json, or results/store_N.json.
+What is written is synced.
+
+Reading is what the trainer does, with nothing done with the batches: whole epochs, shuffled, fetched ahead, laid out in
+memory that was used before. `first_epoch` checks every shard; `second_epoch` does not again. Both, and the same files
+read from front to back, in turn: `cold`, dropped from the page cache, and `warm`. `raw` reads into 8 MiB that stay in
+the processor's cache, `raw_into_batches` into memory as large as a batch. Figures are medians, of bytes of the files;
+`ratio` is to `raw`, `ratio_into_batches` to the other. Writes results/store.json, or results/store_N.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib.metadata
+import itertools
 import json
+import mmap
 import os
 import platform
 import shlex
 import shutil
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +47,11 @@ from draftsmith.store.manifest import Manifest
 from draftsmith.store.shards import Store
 from draftsmith.store.threads import THREADS
 from draftsmith.store.writer import StoreWriter
+from draftsmith.train.batches import BatchMemory, fetched_ahead, plan_epoch, read_ahead, read_batch
+from draftsmith.train.loop import FETCH_STEPS
 
 RESULTS = Path(__file__).parent / "results"
-DEFAULTS = {"mib": 512, "shard-mib": 64, "tokens": 512, "hidden": 4096, "batch": 8}
-AHEAD = 4  # batches
+DEFAULTS = {"mib": 1024, "shard-mib": 64, "tokens": 512, "hidden": 4096, "batch-tokens": 8192, "repeats": 3}
 LAYERS, MIB, GB = 4, 1 << 20, 1e9
 PACKAGES = ("draftsmith", "torch", "safetensors", "numpy", "pyarrow", "xxhash")
 
@@ -93,7 +105,6 @@ def rates(moved_bytes: int, wall: float, processor: float) -> dict[str, float]:
 
 
 def drop_from_cache(folder: Path) -> None:
-    os.sync()
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -113,10 +124,9 @@ def disk_write(folder: Path, files: int, file_bytes: int, threads: int) -> None:
         list(pool.map(write, range(files)))
 
 
-def disk_read(folder: Path) -> None:
-    """Every file from front to back, into one buffer."""
-    buffer = bytearray(8 * MIB)
-    for path in sorted(folder.iterdir()):
+def disk_read(folder: Path, buffer: memoryview) -> None:
+    """Every shard from front to back, into one buffer."""
+    for path in sorted(folder.glob("shard-*")):
         with open(path, "rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
@@ -133,29 +143,49 @@ def store_write(folder: Path, samples: list[Features], codec: str, hidden: int, 
     return waited
 
 
-def store_read(folder: Path, batch: int, anew: bool) -> None:
-    """Every sequence, batch after batch, copied into the same memory, or into new memory for each batch, as the disk's
-    files are; the next batches are brought in meanwhile."""
-    store = Store.open(folder)
-    batches = [range(first, min(first + batch, len(store))) for first in range(0, len(store), batch)]
-    memory: dict[str, torch.Tensor] = {}
-    store.prefetch(index for indexes in batches[:AHEAD] for index in indexes)
-    for number, indexes in enumerate(batches):
-        for ahead in batches[number + AHEAD :][:1]:
-            store.prefetch(ahead)
-        found = store.read(indexes)
-        for name in ("aux", "last"):
-            states = [getattr(sample, name) for sample in found]
-            if anew or name not in memory:
-                memory[name] = torch.cat(states)
-            else:
-                torch.cat(states, out=memory[name][: sum(map(len, states))])
+def read_epoch(store: Store, memories: list[BatchMemory], batch_tokens: int, epoch: int) -> None:
+    """As the trainer does."""
+    plan = plan_epoch(store.lengths, batch_tokens, 0, epoch, store.shards)
+    coming = zip(fetched_ahead(plan, store.prefetch, FETCH_STEPS), itertools.cycle(memories), strict=False)
+    for _ in read_ahead(partial(read_batch, store, rows, memory, store.dtype) for rows, memory in coming):
+        pass
 
 
-def disk_read_and_lay_out(folder: Path) -> None:
-    """Every file from front to back, into memory that is new each time."""
-    for path in sorted(folder.iterdir()):
-        path.read_bytes()
+def unmap(store: Store) -> None:
+    """Let go of the pages of a store's shards, which the page cache would keep for as long as they are mapped."""
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for tensor in (tensor for shard in store._shards.values() for tensor in shard.values()):
+        first, end = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE, tensor.data_ptr() + tensor.nbytes
+        advise(first, max(0, end - first), mmap.MADV_DONTNEED)
+
+
+def measure_reading(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    size = sum(path.stat().st_size for path in folder.glob("shard-*"))
+    batch_bytes = LAYERS * options.hidden * 2 * options.batch_tokens
+    small, large = (memoryview(bytearray(count)) for count in (8 * MIB, batch_bytes))
+    memories = [BatchMemory(), BatchMemory()]
+    read_epoch(Store.open(folder), memories, options.batch_tokens, 0)  # which have been used before, then
+    found: dict[str, list[dict[str, float]]] = {}
+    for _, state in itertools.product(range(options.repeats), ("cold", "warm")):
+        store = Store.open(folder)
+        for name, work in {
+            "raw": lambda: disk_read(folder, small),
+            "first_epoch": lambda store=store: read_epoch(store, memories, options.batch_tokens, 0),
+            "second_epoch": lambda store=store: read_epoch(store, memories, options.batch_tokens, 1),
+            "raw_into_batches": lambda: disk_read(folder, large),
+        }.items():
+            if state == "cold":
+                unmap(store)
+                drop_from_cache(folder)
+            found.setdefault(f"{name}_{state}", []).append(rates(size, *timed(work)))
+        unmap(store)
+    figures = {name: {key: statistics.median(one[key] for one in of) for key in of[0]} for name, of in found.items()}
+    for name, state in itertools.product(("first_epoch", "second_epoch"), ("cold", "warm")):
+        ours = figures[f"{name}_{state}"]
+        for raw, ratio in (("raw", "ratio"), ("raw_into_batches", "ratio_into_batches")):
+            ours[ratio] = round(ours["gb_per_second"] / figures[f"{raw}_{state}"]["gb_per_second"], 3)
+    return figures
 
 
 def measure_disk(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -163,13 +193,8 @@ def measure_disk(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     files = max(1, options.mib // options.shard_mib)
     folder.mkdir()
     written = timed(lambda: disk_write(folder, files, file_bytes, THREADS))
-    drop_from_cache(folder)
-    read = timed(lambda: disk_read(folder))
-    drop_from_cache(folder)
-    anew = timed(lambda: disk_read_and_lay_out(folder))
     shutil.rmtree(folder)
-    size = files * file_bytes
-    return {"write": rates(size, *written), "read": rates(size, *read), "read_anew": rates(size, *anew)}
+    return {"write": rates(files * file_bytes, *written)}
 
 
 def measure_store(folder: Path, options: argparse.Namespace, codec: str, samples: list[Features]) -> dict[str, Any]:
@@ -178,16 +203,12 @@ def measure_store(folder: Path, options: argparse.Namespace, codec: str, samples
     write = lambda: waited.append(store_write(folder, samples, codec, options.hidden, options.shard_mib * MIB))
     written = timed(write)
     size = sum(path.stat().st_size for path in folder.glob("shard-*"))
-    drop_from_cache(folder)
-    read = timed(lambda: store_read(folder, options.batch, anew=False))
-    drop_from_cache(folder)
-    anew = timed(lambda: store_read(folder, options.batch, anew=True))
+    reading = measure_reading(folder, options)
     shutil.rmtree(folder)
     return {
         "bytes_per_captured_byte": round(size / captured_bytes, 4),
         "write": rates(captured_bytes, *written) | {"seconds_in_add": round(waited[0], 3)},
-        "read": rates(captured_bytes, *read) | {"stored_gb_per_second": round(size / read[0] / GB, 3)},
-        "read_anew": rates(captured_bytes, *anew),
+        **reading,
     }
 
 
@@ -197,9 +218,13 @@ def machine() -> dict[str, object]:
     return {
         "cpu": models[0] if models else platform.processor(),
         "cpus": os.cpu_count(),
-        "load_average": [round(load, 1) for load in os.getloadavg()],
+        "load_average": load_average(),
         "system": platform.system(),
     }
+
+
+def load_average() -> list[float]:
+    return [round(load, 1) for load in os.getloadavg()]
 
 
 def versions() -> dict[str, str]:
@@ -215,6 +240,7 @@ def main() -> None:
     for name, default in DEFAULTS.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", help="on the disk to measure; the system's temporary folder if not given")
+    parser.add_argument("--codecs", nargs="+", default=list(CODECS), help="to measure; all if not given")
     parser.add_argument("--note", help="part of the result's name")
     options = parser.parse_args()
     result: dict[str, Any] = {
@@ -228,10 +254,10 @@ def main() -> None:
     samples = captured(options.tokens, options.hidden, options.mib * MIB)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         result["figures"]["disk"] = measure_disk(Path(folder) / "disk", options)
-        for codec in CODECS:
+        for codec in options.codecs:
             result["figures"][codec] = measure_store(Path(folder) / codec, options, codec, samples)
-    for name, figures in result["figures"].items():
-        print(name, json.dumps(figures))
+    result["machine"]["load_average_after"] = load_average()
+    print(json.dumps(result["figures"], indent=2))
     RESULTS.mkdir(exist_ok=True)
     name = f"store_{options.note}.json" if options.note else "store.json"
     (RESULTS / name).write_text(json.dumps(result, indent=2) + "\n")

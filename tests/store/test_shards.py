@@ -99,21 +99,36 @@ def test_predicted_bytes_are_within_one_percent_of_the_disks(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("codec", ["bf16", "fp32", "fp8", "lossless"])
-def test_what_is_read_at_once_and_ahead_is_what_is_read_one_by_one(tmp_path: Path, codec: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_fetched_and_read_at_once_is_what_is_read_one_by_one(
+    tmp_path: Path, codec: str, dtype: torch.dtype
+) -> None:
     samples = [in_bf16(sample) for sample in [*some_features(), features(7, 0)]]
     folder = write_store(tmp_path / "store", samples, codec=codec, dtype="bfloat16")
     one_by_one = list(Store.open(folder))
-    store, order = Store.open(folder), [7, 3, 5, 3, 0, 6]
+    store, order = Store.open(folder), [3, 7, 5, 3, 0, 6]
     store.prefetch(order)
     store.prefetch([])
-    for index, found in zip(order, store.read(order), strict=True):
-        assert_same(found, one_by_one[index])
+    aux, last = memory_for(store, order, dtype)
+    found = store.read_into(order, aux, last)
+    for index, one in zip(order, found, strict=True):
+        exact = one_by_one[index]
+        assert_same(one, replace(exact, aux=exact.aux.to(dtype), last=exact.last.to(dtype)))
+    assert torch.equal(aux, torch.cat([one.aux for one in found])), "back to back"
+    assert torch.equal(last, torch.cat([one.last for one in found])), "back to back"
+    assert one_by_one[3].aux.dtype == store.dtype
+
+
+def memory_for(store: Store, order: list[int], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = sum(store.lengths[index] for index in order)
+    aux = torch.full((tokens, AUX_LAYERS, HIDDEN_SIZE), torch.nan, dtype=dtype)
+    return aux, torch.full((tokens, HIDDEN_SIZE), torch.nan, dtype=dtype)
 
 
 def test_what_is_brought_into_memory_is_the_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, asked = Store.open(write_store(tmp_path / "store", [features(0, 5), features(1, 300), features(2, 4)])), []
     monkeypatch.setattr(shards, "_madvise", lambda begin, length, advice: asked.append((begin, begin + length, advice)))
-    store._bring_into_memory(1)
+    store._bring_into_memory([1])
     for tensor in (store[1].aux, store[1].last):
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         found = [advice for first, last, advice in asked if begin - mmap.PAGESIZE < first <= begin and last == end]
@@ -126,9 +141,9 @@ def test_a_damaged_shard_is_an_error_when_it_is_read_not_when_it_is_fetched(tmp_
     (folder / "shard-00001.safetensors").write_bytes(b"damaged")
     store = Store.open(folder)
     store.prefetch(range(len(store)))
-    store.read([0, 1])
+    store.read_into([0, 1], *memory_for(store, [0, 1]))
     with pytest.raises(StoreError, match="shard-00001"):
-        store.read([0, 2])
+        store.read_into([0, 2], *memory_for(store, [0, 2]))
 
 
 # ---- damage -----------------------------------------------------------------------------------------------------

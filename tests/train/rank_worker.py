@@ -123,11 +123,11 @@ def unreadable(world: World) -> None:
     trainer = world.trainer("unreadable", batch_tokens=40)
     flat, calls = trainer._flat, []
 
-    def flat_or_error(rows):
+    def flat_or_error(rows, memory, number):
         calls.append(rows)
         if world.rank == 1 and len(calls) == 2:
             raise StoreError("shard 7 is damaged")
-        return flat(rows)
+        return flat(rows, memory, number)
 
     trainer._flat = flat_or_error
     world.fail("unreadable", trainer.train)

@@ -5,8 +5,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftsmith.train.batches import flat_batch, plan_epoch, read_ahead, share_out, with_noise
-from tests.train.builders import features_of
+from draftsmith.train.batches import (
+    OPEN_SHARDS,
+    BatchMemory,
+    fetched_ahead,
+    flat_batch,
+    plan_epoch,
+    read_ahead,
+    read_batch,
+    share_out,
+    with_noise,
+)
+from tests.train.builders import build_store, features_of
 
 LENGTHS = [5, 9, 1, 14, 30, 2, 8]
 
@@ -23,6 +33,62 @@ def test_the_order_follows_from_seed_and_epoch_alone():
     assert plan_epoch(LENGTHS, 20, 1, 0) == plan_epoch(LENGTHS, 20, 1, 0)
     assert plan_epoch(LENGTHS, 20, 1, 0) != plan_epoch(LENGTHS, 20, 1, 1)
     assert plan_epoch(LENGTHS, 20, 1, 0) != plan_epoch(LENGTHS, 20, 2, 0)
+
+
+@pytest.mark.parametrize("shards", [[0] * 7, [0, 0, 1, 2, 4, 4, 4], [5, 1, 5, 1, 0, 9, 9]])
+def test_every_sample_comes_once_an_epoch_by_shards_as_well(shards):
+    for epoch in range(3):
+        plan = plan_epoch(LENGTHS, 20, 7, epoch, shards)
+        assert sorted(index for rows in plan for index in rows) == list(range(len(LENGTHS)))
+        assert plan == plan_epoch(LENGTHS, 20, 7, epoch, shards)
+
+
+def test_samples_of_one_shard_are_shuffled_as_without_shards():
+    assert plan_epoch(LENGTHS, 20, 7, 0, [3] * 7) == plan_epoch(LENGTHS, 20, 7, 0)
+
+
+def test_few_shards_are_read_from_at_a_time_and_every_batch_draws_on_many():
+    shards = [number // 16 for number in range(16 * 200)]
+    orders = []
+    for epoch in range(2):
+        plan = plan_epoch([1] * len(shards), 16, 0, epoch, shards)
+        orders.append([shards[index] for rows in plan for index in rows])
+        begins = {shard: orders[-1].index(shard) for shard in range(200)}
+        ends = {shard: len(shards) - orders[-1][::-1].index(shard) for shard in range(200)}
+        open_at = [sum(begins[s] <= place < ends[s] for s in range(200)) for place in range(0, len(shards), 100)]
+        assert max(open_at) <= OPEN_SHARDS + 1
+        drawn_on = [len({shards[index] for index in rows}) for rows in plan]
+        assert sum(drawn_on[20:-20]) / len(drawn_on[20:-20]) > 11  # of 16 samples; of all shards at once it is 15
+        assert drawn_on[0] >= 5
+    assert orders[0] != orders[1]
+
+
+def test_memory_is_used_again_for_what_fits_and_made_anew_for_what_does_not():
+    memory = BatchMemory()
+    first = memory.take("aux", (6, 2), torch.float32)
+    assert memory.take("aux", (3, 4), torch.float32).data_ptr() == first.data_ptr()
+    assert memory.take("last", (6, 2), torch.float32).data_ptr() != first.data_ptr()
+    assert memory.take("aux", (6, 2), torch.bfloat16).data_ptr() != first.data_ptr()
+    larger = memory.take("aux", (7, 2), torch.float32)
+    assert larger.shape == (7, 2)
+    assert memory.take("aux", (6, 2), torch.float32).data_ptr() == larger.data_ptr()
+
+
+def test_a_batch_read_into_memory_used_before_is_the_samples_batch(tiny_target, tmp_path):
+    samples = features_of(tiny_target, [5, 3, 4])
+    store, memory = build_store(tmp_path, tiny_target, samples), BatchMemory()
+    for order in ([0, 1, 2], [2], [1, 0]):
+        ours = read_batch(store, order, memory, samples[0].aux.dtype)
+        exact = flat_batch([samples[index] for index in order])
+        assert ours.sample_ids == exact.sample_ids
+        assert all(torch.equal(a, b) for a, b in zip(ours.tensors(), exact.tensors(), strict=True))
+
+
+def test_items_are_fetched_so_many_before_they_are_due():
+    fetched = []
+    for number in fetched_ahead(range(6), fetched.append, 2):
+        assert fetched == list(range(min(6, number + 3)))
+    assert list(fetched_ahead([], fetched.append, 2)) == []
 
 
 def test_a_flat_batch_numbers_documents_and_restarts_positions(tiny_target):

@@ -116,7 +116,7 @@ def test_checkpoints_count_optimizer_steps_however_many_passes_each_takes(tmp_pa
 
 @pytest.mark.parametrize("first", [1, 3, 8])
 def test_a_resumed_run_reads_the_samples_that_were_left(tmp_path, tiny_target, store, first):
-    trainer = make_trainer(tmp_path, tiny_target, store, batch_tokens=30)
+    trainer = make_trainer(tmp_path, tiny_target, store, batch_tokens=30, max_steps=14)
     whole, resumed = trainer._work(0), trainer._work(first)
     for _ in range(first):
         next(whole)

@@ -41,6 +41,18 @@ def assert_same_bits(one, other):
         assert torch.equal(one[name], other[name]), name
 
 
+def test_what_a_step_works_on_stays_while_the_next_is_read(tmp_path, tiny_target, store):
+    trainer = make_trainer(tmp_path, tiny_target, store, batch_tokens=30, micro_batch_tokens=20, max_steps=12)
+    passes = []
+    for work in trainer._work(0):
+        passes.append(len(work.passes))
+        for batch in (prepared.batch for prepared in work.passes if prepared.batch.sample_ids):
+            exact = flat_batch([store[store.sample_ids.index(id)] for id in batch.sample_ids])
+            assert all(torch.equal(a, b) for a, b in zip(batch.tensors(), exact.tensors(), strict=True))
+    assert len(passes) == 12
+    assert max(passes) > 1
+
+
 def test_a_run_cut_in_the_middle_goes_on_to_the_same_bits(tmp_path, tiny_target, store):
     whole = make_trainer(tmp_path / "whole", tiny_target, store, checkpoint_every_steps=3)
     whole.train()

@@ -27,6 +27,7 @@ class Codec:
     decode: Callable[[Parts], torch.Tensor]
     ragged: tuple[str, ...] = ()
     dtype: str | None = None  # that the target must compute in
+    decoded: torch.dtype = torch.bfloat16
 
 
 def encode_bf16(states: torch.Tensor) -> Parts:
@@ -105,7 +106,7 @@ def _halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 CODECS = {
     "bf16": Codec(encode_bf16, decode_plain),
-    "fp32": Codec(encode_fp32, decode_plain),
+    "fp32": Codec(encode_fp32, decode_plain, decoded=torch.float32),
     "fp8": Codec(encode_fp8, decode_fp8),
     "lossless": Codec(encode_lossless, decode_lossless, ragged=("exponent",), dtype="bfloat16"),
 }

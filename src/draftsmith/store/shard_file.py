@@ -29,7 +29,7 @@ from draftsmith.store.manifest import Manifest
 
 # Large: after each piece a thread asks for the interpreter's lock, which can take 5 ms while another computes.
 PIECE_BYTES = 32 << 20
-READ_BYTES = 4 << 20
+READ_BYTES = 1 << 20  # so few that they are hashed where they were put: in the processor's cache
 # Widest last: a file has its tensors in the reverse of this order (safetensors `Dtype`), so that each is aligned.
 DTYPES = {
     torch.uint8: "U8",

@@ -14,7 +14,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -44,7 +45,7 @@ class Store:
 
     Attributes:
         manifest: what the states are of.
-        sample_ids, domains, splits, lengths: by sequence; from the ledger, so that no tensor is read for them.
+        sample_ids, domains, splits, lengths, shards: by sequence; from the ledger, so that no tensor is read for them.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, entries: list[Entry]) -> None:
@@ -58,9 +59,10 @@ class Store:
             for number, entry in enumerate(entries)
             for place, (start, stop) in enumerate(pairwise(accumulate(entry.lengths, initial=0)))
         ]
+        self.shards = [number for number, *_ in self._spans]
         self._shards: dict[int, dict[str, torch.Tensor]] = {}
         self._opening = [threading.Lock() for _ in entries]
-        self._threads = one_core_threads("store")
+        self._readers, self._fetchers = one_core_threads("read"), one_core_threads("fetch")
 
     @classmethod
     def open(cls, folder: Path, expect: dict[str, Any] | None = None) -> Self:
@@ -79,6 +81,11 @@ class Store:
         if len(set(store.sample_ids)) < len(store.sample_ids):
             raise StoreError("its ledger has a sample twice", where=str(folder), hint="delete the store; extract again")
         return store
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the states, as they are read."""
+        return CODECS[self.manifest.codec].decoded
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -100,25 +107,42 @@ class Store:
             last=self._states(shard, "last", place, start, stop),
         )
 
-    def read(self, indexes: Iterable[int]) -> list[Features]:
-        """Several sequences at once, checked and decoded by several threads. Raises as `store[index]` does."""
-        return list(self._threads.map(self.__getitem__, indexes))
+    def read_into(self, indexes: Sequence[int], aux: torch.Tensor, last: torch.Tensor) -> list[Features]:
+        """Several sequences, checked, decoded and copied by several threads. Raises as `store[index]` does.
+
+        Args:
+            aux: [tokens, A, Ht], memory of the CPU where the states are laid out back to back, in its dtype.
+            last: [tokens, Ht], likewise.
+
+        Returns:
+            The sequences, whose states are views of that memory.
+        """
+
+        def lay_out(index: int, start: int) -> Features:
+            found, stop = self[index], start + self.lengths[index]
+            return replace(found, aux=aux[start:stop].copy_(found.aux), last=last[start:stop].copy_(found.last))
+
+        starts = accumulate((self.lengths[index] for index in indexes), initial=0)
+        return list(self._readers.map(lay_out, indexes, starts))
 
     def prefetch(self, indexes: Iterable[int]) -> None:
         """Begin to check the shards of sequences that will be read soon, and to bring those into memory.
 
         Returns at once. A shard that is damaged is an error when it is read, not here.
         """
+        by_shard: dict[int, list[int]] = {}
         for index in indexes:
-            self._threads.submit(self._bring_into_memory, index)
+            by_shard.setdefault(self.shards[index], []).append(index)
+        for of_shard in by_shard.values():  # one thread for each, since they would wait for one another
+            self._fetchers.submit(self._bring_into_memory, of_shard)
 
-    def _bring_into_memory(self, index: int) -> None:
-        number, _, start, stop = self._spans[index]
-        shard = self._shard(number)
-        for tensor in (shard["aux"][start:stop], shard["last"][start:stop]):
-            begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-            for advice in (mmap.MADV_WILLNEED, MADV_POPULATE_READ):
-                _madvise(begin, tensor.data_ptr() + tensor.nbytes - begin, advice)
+    def _bring_into_memory(self, indexes: list[int]) -> None:
+        for number, _, start, stop in (self._spans[index] for index in indexes):
+            shard = self._shard(number)
+            for tensor in (shard["aux"][start:stop], shard["last"][start:stop]):
+                begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+                for advice in (mmap.MADV_WILLNEED, MADV_POPULATE_READ):
+                    _madvise(begin, tensor.data_ptr() + tensor.nbytes - begin, advice)
 
     def _states(self, shard: dict[str, torch.Tensor], name: str, place: int, start: int, stop: int) -> torch.Tensor:
         codec, parts = CODECS[self.manifest.codec], {"": shard[name][start:stop]}

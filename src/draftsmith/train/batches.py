@@ -2,7 +2,7 @@
 
 epoch ── plan_epoch ──→ batches, from seed and epoch alone
 batch ── share_out ───→ passes of each rank, which add up to the batch whatever their number
-pass ─── flat_batch ──→ one flat sequence
+pass ─── read_batch ──→ one flat sequence
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import heapq
+import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -19,15 +21,26 @@ from torch.nn.functional import pad
 
 from draftsmith.draft.attention import Spans
 from draftsmith.records import Batch, Features
+from draftsmith.store.shards import Store
 
+OPEN_SHARDS = 32  # 8 GiB, of shards as large as extraction makes them
 T = TypeVar("T")
 
 
-def plan_epoch(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+def plan_epoch(
+    lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, shards: Sequence[int] | None = None
+) -> list[list[int]]:
     """Shuffle samples and fill batches of at most `batch_tokens` tokens; a longer sample is a batch of its own.
+
+    With `shards`, those are shuffled, and the samples of the n-th of them come at times drawn evenly from n to
+    n + `OPEN_SHARDS`, when a shard's worth of samples takes one unit of time. So shards are read one after another,
+    and at most `OPEN_SHARDS` of them have to stay in memory, however large the store. That is random enough: a batch
+    draws on `OPEN_SHARDS` shards, on about sqrt(2 · `OPEN_SHARDS`) at an epoch's very beginning and end, of which
+    every epoch has others together. Up to a shard, it is the plain shuffle.
 
     Args:
         lengths: tokens of each sample.
+        shards: number of the shard that has each sample; None: any order reads equally well.
 
     Returns:
         Indexes into `lengths` by batch; each sample appears exactly once.
@@ -35,13 +48,22 @@ def plan_epoch(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     batches: list[list[int]] = []
     room = 0
-    for index in torch.randperm(len(lengths), generator=generator).tolist():
+    for index in _shuffled(len(lengths), shards, generator):
         if not batches or lengths[index] > room:
             batches.append([])
             room = batch_tokens
         batches[-1].append(index)
         room -= lengths[index]
     return batches
+
+
+def _shuffled(count: int, shards: Sequence[int] | None, generator: torch.Generator) -> list[int]:
+    if shards is None or len(set(shards)) < 2:
+        return torch.randperm(count, generator=generator).tolist()
+    turns = torch.randperm(max(shards) + 1, generator=generator)[torch.tensor(shards)]
+    turns = torch.unique(turns, return_inverse=True)[1]  # shards without samples take no time
+    times = turns + OPEN_SHARDS * torch.rand(count, generator=generator, dtype=torch.float64)
+    return times.argsort(stable=True).tolist()
 
 
 def share_out(
@@ -74,8 +96,39 @@ def share_out(
     return [shares[rank::ranks] for rank in range(ranks)]
 
 
+class BatchMemory:
+    """Where the states of a batch are laid out, and those of a later one again: new memory costs the processor several
+    times what copying into it does. Pinned memory is torch's own, which keeps it until no copy from it is under way."""
+
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned
+        self._blocks: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory with anything in it. Unless it is pinned, what was taken under this name before is given up."""
+        if self.pinned:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        size, block = math.prod(shape), self._blocks.get((name, dtype))
+        if block is None or len(block) < size:
+            block = self._blocks[name, dtype] = torch.empty(size, dtype=dtype)
+        return block[:size].view(shape)
+
+
+def read_batch(store: Store, indexes: Sequence[int], memory: BatchMemory, dtype: torch.dtype, name: str = "") -> Batch:
+    """Sequences of the store as `flat_batch` has them, their states in `dtype` and laid out in `memory`."""
+    tokens, manifest = sum(store.lengths[index] for index in indexes), store.manifest
+    aux = memory.take(f"aux {name}", (tokens, len(manifest.aux_layer_ids), manifest.hidden_size), dtype)
+    last = memory.take(f"last {name}", (tokens, manifest.hidden_size), dtype)
+    return _flat(store.read_into(indexes, aux, last), aux, last)
+
+
 def flat_batch(samples: Sequence[Features]) -> Batch:
     """Samples back to back, without padding."""
+    aux, last = (torch.cat([getattr(sample, name) for sample in samples]) for name in ("aux", "last"))
+    return _flat(samples, aux, last)
+
+
+def _flat(samples: Sequence[Features], aux: torch.Tensor, last: torch.Tensor) -> Batch:
     lengths = torch.tensor([len(sample.input_ids) for sample in samples])
     return Batch(
         sample_ids=tuple(sample.id for sample in samples),
@@ -83,8 +136,8 @@ def flat_batch(samples: Sequence[Features]) -> Batch:
         loss_mask=torch.cat([sample.loss_mask for sample in samples]).bool(),
         document=torch.repeat_interleave(torch.arange(len(samples)), lengths),
         position=torch.cat([torch.arange(int(length)) for length in lengths]),
-        aux=torch.cat([sample.aux for sample in samples]),
-        last=torch.cat([sample.last for sample in samples]),
+        aux=aux,
+        last=last,
     )
 
 
@@ -128,8 +181,22 @@ def with_noise(batch: Batch, spans: Spans, share: float, seed: str) -> Batch:
     return dataclasses.replace(batch, aux=aux)
 
 
+def fetched_ahead(items: Iterable[T], fetch: Callable[[T], None], count: int) -> Iterator[T]:
+    """The items, `fetch` called with each when the one that comes `count` before it is due."""
+    coming: deque[T] = deque()
+    for item in items:
+        fetch(item)
+        coming.append(item)
+        if len(coming) > count:
+            yield coming.popleft()
+    yield from coming
+
+
 def read_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """What each job returns, in order, the next one running in a thread while the one before is in use."""
+    """What each job returns, in order, the next one running in a thread while the one before is in use.
+
+    A job begins only when what the one before the last returned is no longer in use: two memories suffice.
+    """
     with ThreadPoolExecutor(max_workers=1) as reader:
         ahead = None
         for job in jobs:

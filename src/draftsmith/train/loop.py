@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,7 +25,15 @@ from draftsmith.records import Batch
 from draftsmith.signals import interrupted, stop_requested
 from draftsmith.store.shards import Store
 from draftsmith.target import TargetHead
-from draftsmith.train.batches import flat_batch, plan_epoch, read_ahead, share_out, silent_batch
+from draftsmith.train.batches import (
+    BatchMemory,
+    fetched_ahead,
+    plan_epoch,
+    read_ahead,
+    read_batch,
+    share_out,
+    silent_batch,
+)
 from draftsmith.train.checkpoint import CheckpointWriter, checkpoints_in, load_checkpoint
 from draftsmith.train.metrics import MetricsLog
 from draftsmith.train.optim import learning_rate
@@ -87,6 +95,7 @@ class Trainer:
                 hint="look at the loss masks with `draftsmith prepare --show`",
             )
         self.lengths = [self.store.lengths[index] for index in self.train_indexes]
+        self.shards = [self.store.shards[index] for index in self.train_indexes]
         pass_tokens = None
         if self.ranks.count > 1:
             longest = max(tokens for batch in self._loads() for passes in batch for tokens in passes)
@@ -200,7 +209,7 @@ class Trainer:
         totals = torch.zeros(self.settings.unroll_steps, 5, dtype=torch.float64, device=self.device)
         self.draft.eval()
         with torch.no_grad(), self.learner.averaged():
-            for work in read_ahead(partial(self._prepare, shares, None) for shares in batches):
+            for work in self._read_ahead((None, shares) for shares in batches):
                 for prepared in work.passes:
                     totals += _sums(self.learner.loss(prepared)[1]).to(totals)
             self.learner.weights.release()
@@ -215,7 +224,7 @@ class Trainer:
 
     def _batches(self, epoch: int) -> list[list[int]]:
         """Samples of the store by optimizer step; they do not depend on how many ranks there are."""
-        plan = plan_epoch(self.lengths, self.settings.batch_tokens, self.seed, epoch)
+        plan = plan_epoch(self.lengths, self.settings.batch_tokens, self.seed, epoch, self.shards)
         return [[self.train_indexes[i] for i in rows] for rows in plan]
 
     def _shares(self, batch: list[int]) -> Shares:
@@ -235,32 +244,37 @@ class Trainer:
 
     def _work(self, first: int) -> Iterator[Work]:
         """What to do from step `first` on, epoch after epoch."""
-        return read_ahead(self._jobs(first))
+        batches = itertools.chain.from_iterable(map(self._batches, itertools.count()))
+        steps = itertools.islice(enumerate(batches), first, self.total_steps)
+        return self._read_ahead((step, self._shares(batch)) for step, batch in steps)
 
-    def _jobs(self, first: int) -> Iterator[Callable[[], Work]]:
-        skipped = 0
-        for epoch in itertools.count():
-            batches = self._batches(epoch)
-            for step, batch in enumerate(batches, start=skipped):
-                if step >= first:
-                    if (soon := step - skipped + FETCH_STEPS) < len(batches):
-                        self.store.prefetch(i for rows in self._shares(batches[soon])[self.ranks.rank] for i in rows)
-                    yield partial(self._prepare, self._shares(batch), step)
-            skipped += len(batches)
+    def _read_ahead(self, steps: Iterable[tuple[int | None, Shares]]) -> Iterator[Work]:
+        """Of each step in order, this rank's share, on the device."""
+        memories = itertools.cycle([BatchMemory(self.learner.copies is not None) for _ in range(2)])
+        coming = fetched_ahead(steps, self._fetch, FETCH_STEPS)
+        return read_ahead(
+            partial(self._prepare, shares, step, memory)
+            for (step, shares), memory in zip(coming, memories, strict=False)
+        )
 
-    def _prepare(self, shares: Shares, step: int | None) -> Work:
+    def _fetch(self, coming: tuple[int | None, Shares]) -> None:
+        self.store.prefetch(index for rows in coming[1][self.ranks.rank] for index in rows)
+
+    def _prepare(self, shares: Shares, step: int | None, memory: BatchMemory) -> Work:
         """Read this rank's share and send it to the device. Only what belongs to a `step` gets noise."""
         store = self.store
         noise_seed = None if step is None else f"{self.seed} {step}"
-        passes = [self.learner.prepare(self._flat(rows), noise_seed) for rows in shares[self.ranks.rank]]
+        mine = enumerate(shares[self.ranks.rank])
+        passes = [self.learner.prepare(self._flat(rows, memory, number), noise_seed) for number, rows in mine]
         ids = tuple(tuple(store.sample_ids[i] for rows in passes for i in rows) for passes in shares)
         return Work(passes, ids, [store.lengths[i] for passes in shares for rows in passes for i in rows])
 
-    def _flat(self, rows: list[int]) -> Batch:
+    def _flat(self, rows: list[int], memory: BatchMemory, number: int) -> Batch:
         manifest = self.store.manifest
         if not rows:
             return silent_batch(len(manifest.aux_layer_ids), manifest.hidden_size)
-        return flat_batch(self.store.read(rows))
+        dtype = self.store.dtype if memory.pinned else self.learner.dtype
+        return read_batch(self.store, rows, memory, dtype, f"of pass {number}")
 
 
 def _teaches(loss_mask: torch.Tensor) -> bool:
