@@ -223,7 +223,9 @@ class Served(Section):
         description="held_out, mt_bench, humaneval, or a JSON-lines file with `prompt` or `messages`",
     )
     prompts: PositiveInt = Field(80, description="Of each set, at most; asked again where more are in flight")
-    max_tokens: PositiveInt = Field(128, description="Written for each prompt, past the end of an answer too")
+    max_tokens: Annotated[int, Field(ge=8)] = Field(
+        128, description="Written for each prompt, past the end of an answer too"
+    )
     temperature: Annotated[float, Field(ge=0)] = 0.0
     repeats: Annotated[int, Field(ge=1, le=10)] = Field(3, description="Of each measurement, for intervals")
     start_seconds: float = Field(1800.0, description="Longest wait for an engine to come up")

@@ -40,11 +40,13 @@ def recipe(**served: Any) -> Recipe:
     return parse({"name": "t", "target": {"model": "m"}, "evaluate": {"served": {"concurrency": [1, 8]} | served}})
 
 
-def measured(target: float = 1.0, draft: float = 0.1, differing: Any = ()) -> dict[str, Any]:
-    """A machine whose steps always take the same, served just as the forecast has it."""
+def measured(
+    target: float = 1.0, draft: float = 0.1, differing: Any = (), forecast_share: float = 1.0
+) -> dict[str, Any]:
+    """A machine whose steps always take the same, with such a share of the forecast's speed-up."""
     alone: Any = {(STEPS, size): {"seconds": target} for size in (1, 3, 8, 24)}
     drafted: Any = {(STEPS, size): {"seconds": target + K * draft} for size in (1, 8)}
-    speedup = (1 + sum(RATES)) * target / (target + K * draft)
+    speedup = forecast_share * (1 + sum(RATES)) * target / (target + K * draft)
     for c in (1, 8):
         alone["chat", c] = {"repeats": [repeat(10.0 * c), repeat(12.0 * c)], "texts": [[1], [2]]}
         ours = [repeat(10.0 * c * speedup, 16), repeat(12.0 * c * speedup, 16)]
@@ -65,6 +67,12 @@ def test_a_machine_of_even_steps_is_as_fast_as_forecast():
     assert found["forecast"]["best"]["8"]["num_speculative_tokens"] == K
     assert found["forecast"]["stops_paying"] is None
     json.dumps(found, allow_nan=False)
+
+
+def test_a_forecast_of_twice_what_was_served_is_off_by_all_of_it():
+    for one in measured(forecast_share=0.5)["prompt_sets"]:
+        assert one["forecast"]["relative_error"] == pytest.approx(1.0)
+        assert one["forecast"]["relative_error_at_served_acceptance"] == pytest.approx(1.0)
 
 
 def test_rates_are_those_of_both_and_the_speedup_is_over_repeats():

@@ -89,6 +89,12 @@ def test_what_is_no_set_of_prompts_is_refused_with_its_place(recipe_of, tmp_path
         sets_of(recipe_of(prompt_sets=[str(tmp_path / "cut.jsonl")]))
 
 
+def test_two_sets_of_one_name_are_refused(recipe_of, tmp_path):
+    own = write_lines(tmp_path / "held_out.jsonl", {"prompt": "a"})
+    with pytest.raises(RequestError, match="two sets are called held_out"):
+        sets_of(recipe_of(prompt_sets=["held_out", own]))
+
+
 def test_of_two_running_engines_both_must_be_named(recipe_of):
     with pytest.raises(RequestError, match="both must be named"):
         make_plan(*recipe_of(url="http://127.0.0.1:1"))

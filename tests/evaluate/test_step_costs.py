@@ -31,7 +31,7 @@ def test_a_step_takes_what_it_takes_however_many_share_it_and_however_long_the_p
 
 def test_a_burst_that_something_else_delayed_does_not_count():
     few, many = burst(4, 4, 0.1, 0.0), burst(4, 40, 0.1, 0.0)
-    delayed = [burst(4, tokens, 0.1, 3.0) for tokens in (4, 40)]
+    delayed = [burst(4, tokens, 0.1, delay) for tokens, delay in ((4, 3.0), (40, 7.0))]
     assert seconds_per_step([delayed[0], few], [many, delayed[1]]) == pytest.approx(0.1)
 
 

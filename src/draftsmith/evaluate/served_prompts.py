@@ -43,8 +43,8 @@ def read_prompt_sets(recipe: Recipe, paths: RunPaths, facts: TargetFacts, room_t
         DataError: a file is not as it should be, or a set has no prompt.
         MissingExtraError: the package that brings a set is not installed.
     """
-    settings, sets = recipe.evaluate.served, []
-    chat = _Chat(recipe, facts)
+    settings, chat = recipe.evaluate.served, _Chat(recipe, facts)
+    sets: list[PromptSet] = []
     for name in settings.prompt_sets:
         if name == HELD_OUT:
             found = list(_held_out(paths))
@@ -59,6 +59,8 @@ def read_prompt_sets(recipe: Recipe, paths: RunPaths, facts: TargetFacts, room_t
                 hint="lower evaluate.served.max_tokens, or raise serve.engine_args.max_model_len",
             )
         title = name if name == HELD_OUT or name in _PACKAGES else Path(name).stem
+        if title in {made.name for made in sets}:
+            raise RequestError(f"two sets are called {title}", where="evaluate.served.prompt_sets")
         sets.append(PromptSet(title, short[: settings.prompts], len(found) - len(short)))
     return sets
 
