@@ -3,7 +3,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from draftsmith import engine_server
+from draftsmith import recipe as recipes
+from draftsmith.pipeline import run_all, run_stage
 from draftsmith.report import write_report
+from draftsmith.report.commands import recorded_recipe
+from draftsmith.report.record import read_run
+from draftsmith.rundir import RunPaths, read_events
+from tests.evaluate.stand_in import Engine, serving
 from tests.evaluate.test_served_figures import measured
 from tests.report.pages import load, numbers_in, page_of
 from tests.report.test_page import cells
@@ -44,6 +51,21 @@ def test_the_speedup_is_a_figure_of_the_run_with_its_interval(copy):
     name = served["prompt_sets"][0]["name"]
     assert report["figures"][f"speedup {name}"] == served["prompt_sets"][0]["speedup"]
     assert any(f"speed-up, {name}" in line and "95 %" in line for line in report["summary"])
+
+
+def test_serving_is_measured_on_top_of_a_finished_run_and_shown(copy, monkeypatch):
+    monkeypatch.setattr(engine_server, "_SETTLE_SECONDS", 0.001)
+    before = (copy / "evaluate/acceptance.json").read_bytes()
+    tree = (recorded_recipe(read_run(copy)) or {}) | {"run_dir": str(copy)}
+    with serving(Engine(drafting=False)) as alone, serving(Engine()) as drafting:
+        served = {"enabled": True, "concurrency": [1], "max_tokens": 8, "url": drafting, "baseline_url": alone}
+        report = run_all(recipes.parse(tree | {"evaluate": tree["evaluate"] | {"served": served}}))["evaluate"]
+    (found,) = (one for one in report["prompt_sets"] if one["method"] == "served")
+    assert found["speedup"] in page_of(copy).by_id("speed").numbers
+    assert (copy / "evaluate/acceptance.json").read_bytes() == before
+    events = [(event["stage"], event["event"]) for event in read_events(RunPaths(copy))][-8:]
+    assert events.index(("export", "skipped")) < events.index(("evaluate", "done"))
+    assert run_stage("evaluate", recipes.parse(tree)) == json.loads(json.dumps(report))
 
 
 def test_a_run_without_served_figures_says_how_to_get_them(copy):
