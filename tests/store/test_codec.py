@@ -78,6 +78,7 @@ def test_fp8_is_within_half_a_unit_in_its_last_place(states: torch.Tensor) -> No
 
 @settings(max_examples=60, deadline=None)
 @given(states_of(anything()))
+@example(torch.tensor([[3.2965e38]]).bfloat16())  # which e4m3 rounds up, beyond what bfloat16 holds
 def test_fp8_makes_a_state_that_is_not_finite_nan_and_no_other(states: torch.Tensor) -> None:
     back = decode_fp8(encode_fp8(states))
     whole = states.isfinite().all(dim=-1)

@@ -56,6 +56,8 @@ def encode_fp8(states: torch.Tensor) -> Parts:
     exponent = (exponent - (half_to_one == 0.5).int()).clamp(-100, 120)
     scale = torch.where(largest.isfinite(), torch.exp2(exponent.float()), torch.nan)
     codes = states * (1 / scale).to(torch.bfloat16).unsqueeze(-1)
+    if (exponent == 120).any():  # the next code, 256, would be beyond bfloat16's largest value
+        codes = torch.where(exponent.unsqueeze(-1) == 120, codes.clamp(-240, 240), codes)
     return {"": codes.to(torch.float8_e4m3fn), "scale": scale.to(torch.bfloat16)}
 
 
