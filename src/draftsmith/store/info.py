@@ -65,6 +65,7 @@ def compare_codecs(folder: Path, tokens: int = 4096) -> dict[str, Any]:
         f"encodes {of['encode_gb_per_second']:.2f} and decodes {of['decode_gb_per_second']:.2f} GB/s"
         for name, of in figures.items()
     ]
+    lines.append("  what training on each does to the acceptance length is in docs/formats.md")
     return {"codecs": figures, "summary": [f"of {sum(map(len, states[::2])):,} tokens, by one core:", *lines]}
 
 
