@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from draftsmith.rundir import RunPaths, sole_process
+
 STAGES = ["probe", "prepare", "extract", "train", "evaluate", "export", "serve", "report"]
 ALWAYS = ["serve", "report"]
 
@@ -96,6 +98,58 @@ def test_other_settings_are_refused_by_name_and_nothing_is_touched(finished, sta
     assert says in done.stderr
     assert "--redo" in done.stderr
     assert files == {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_a_setting_of_an_earlier_stage_that_changed_is_refused_by_name(finished):
+    done = draftsmith("export", "recipe.yaml", "train.learning_rate=0.5", cwd=finished)
+    assert done.returncode == 2
+    assert "needs `train`, which was done otherwise: train.learning_rate: 0.0001 → 0.5" in done.stderr
+
+
+def test_a_draft_that_was_trained_anew_is_not_served_by_its_old_export(finished, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    faster = "train.learning_rate=0.5"
+    assert draftsmith("train", "recipe.yaml", faster, "seed=1", "--redo", cwd=copy).returncode == 0
+    done = draftsmith("serve", "recipe.yaml", faster, cwd=copy)
+    assert done.returncode == 2
+    assert "needs `export`, which was done otherwise: `train` was done anew since" in done.stderr
+
+
+def test_redo_replaces_a_stage_whose_record_is_damaged(finished, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    for damage in ("{", '{"fingerprint": {"settings": {}, "inputs": {}}, "status": "done"}'):
+        (copy / "runs/tiny/export/stage.json").write_text(damage)
+        refused = draftsmith("export", "recipe.yaml", cwd=copy)
+        assert refused.returncode == 2
+        assert "`draftsmith export RECIPE --redo`" in refused.stderr
+        assert draftsmith("export", "recipe.yaml", "--redo", cwd=copy).returncode == 0
+
+
+def test_a_stage_that_another_process_works_on_is_refused(finished):
+    with sole_process(RunPaths(finished / "runs/tiny"), "train"):
+        done = draftsmith("train", "recipe.yaml", "--redo", cwd=finished)
+    assert done.returncode == 2
+    assert f"process {os.getpid()} is at work on it" in done.stderr
+    assert (finished / "runs/tiny/train/checkpoints/final").exists()
+
+
+def test_what_the_disk_refuses_is_an_error_with_a_remedy(finished, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    shutil.rmtree(copy / "runs/tiny/export")
+    (copy / "runs/tiny/export").write_text("in the way")
+    done = draftsmith("export", "recipe.yaml", cwd=copy)
+    assert done.returncode == 1
+    assert "the file system refuses" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_without_unicode_fails_nothing(finished):
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "draftsmith", "report", "recipe.yaml"]
+    assert subprocess.run(command, cwd=finished, env=ascii_only, capture_output=True, check=False).returncode == 0
 
 
 def test_a_setting_that_cannot_change_the_result_may_change(finished):

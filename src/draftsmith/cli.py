@@ -5,6 +5,7 @@ Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 the work failed or a 
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import traceback
@@ -40,6 +41,9 @@ Redo = Annotated[bool, typer.Option("--redo", help="Delete the results there are
 
 def main() -> None:
     """Entry point of the `draftsmith` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode shows less, and nothing fails
     try:
         sys.exit(app(standalone_mode=False) or 0)  # where it does not stand alone, typer.Exit becomes a return value
     except typer.Abort:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import shutil
@@ -10,11 +11,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from draftsmith import __version__, launch
 from draftsmith.errors import DraftsmithError, Interrupted, MissingInputError, RequestError, StaleError
 from draftsmith.machine import describe_machine
 from draftsmith.recipe import Recipe
-from draftsmith.rundir import INPUTS, STAGES, RunPaths, append_event, hash_file, hash_json, write_json
+from draftsmith.rundir import (
+    INPUTS,
+    STAGES,
+    RunPaths,
+    append_event,
+    hash_file,
+    hash_json,
+    sole_process,
+    write_json,
+)
 
 ALWAYS = ("serve", "report")  # a command line and a page cost nothing to make again
 
@@ -64,12 +76,28 @@ def run_stage(stage: str, recipe: Recipe, *, redo: bool = False) -> dict[str, An
 def _run_recorded(stage: str, recipe: Recipe, redo: bool, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Do the `work` of a stage if it is not done, and put on record what came of it."""
     paths = RunPaths(recipe.folder)
+    with contextlib.ExitStack() as stack:
+        if stage not in ALWAYS:
+            stack.enter_context(sole_process(paths, stage))
+        try:
+            return _run_alone(stage, recipe, paths, redo, work)
+        except (OSError, SafetensorError) as error:
+            raise DraftsmithError(
+                f"the file system refuses: {error}",
+                where=stage,
+                hint=f"see the disk that holds {paths.root}, its room and its rights; the same command, without "
+                "--redo, goes on from the last safe point",
+            ) from error
+
+
+def _run_alone(
+    stage: str, recipe: Recipe, paths: RunPaths, redo: bool, work: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
     wanted = fingerprint(stage, recipe, paths)
-    state = read_state(paths, stage)
-    if redo and state is not None:
+    if redo and paths.stage_file(stage).exists():
         append_event(paths, stage, "redo")
         shutil.rmtree(paths.stage(stage))
-        state = None
+    state = read_state(paths, stage)
     if state is not None:
         differing = differences(state["fingerprint"], wanted)
         if differing and stage not in ALWAYS:
@@ -93,8 +121,9 @@ def _run_recorded(stage: str, recipe: Recipe, redo: bool, work: Callable[[], dic
     except (Interrupted, KeyboardInterrupt):
         append_event(paths, stage, "interrupted", seconds=time.time() - started)
         raise
-    except DraftsmithError as error:
-        append_event(paths, stage, "failed", error=str(error), seconds=time.time() - started)
+    except (DraftsmithError, OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):  # the disk may be what failed
+            append_event(paths, stage, "failed", error=str(error), seconds=time.time() - started)
         raise
     seconds = round(time.time() - started, 2)
     report = {**report, "seconds": seconds}
@@ -115,21 +144,20 @@ def read_state(paths: RunPaths, stage: str) -> dict[str, Any] | None:
         return None
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
-        state["fingerprint"]["settings"], state["status"]
+        state["fingerprint"]["settings"], state["fingerprint"]["inputs"]
+        if state["status"] == "done":
+            state["report"]
     except (ValueError, KeyError, TypeError) as error:
         raise StaleError(
-            f"{file} is damaged: {error}",
+            f"{file} is damaged: {type(error).__name__}: {error}",
             where=stage,
-            hint="give --redo to delete this stage's results and do it again",
+            hint=f"`draftsmith {stage} RECIPE --redo` deletes this stage's results and does it again",
         ) from error
     return state
 
 
 def fingerprint(stage: str, recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     """All that a stage's result depends on: settings, the inputs' fingerprints, the content of files it reads."""
-    settings = {stage: getattr(recipe, stage).identity(), "target": recipe.target.identity(), "seed": recipe.seed}
-    if stage == "probe":  # it writes the layer ids into the facts, where every later stage finds them
-        settings["extract.aux_layer_ids"] = recipe.extract.aux_layer_ids
     inputs = {}
     for name in INPUTS[stage]:
         state = read_state(paths, name)
@@ -139,8 +167,35 @@ def fingerprint(stage: str, recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
                 where=stage,
                 hint=f"run `draftsmith {name} RECIPE`, or `draftsmith run RECIPE` for everything in order",
             )
+        _refuse_stale_input(stage, name, state["fingerprint"], recipe, paths)
         inputs[name] = hash_json(state["fingerprint"])
-    return {"settings": settings, "inputs": inputs, "files": _files(stage, recipe)}
+    return {"settings": _settings(stage, recipe), "inputs": inputs, "files": _files(stage, recipe)}
+
+
+def _settings(stage: str, recipe: Recipe) -> dict[str, Any]:
+    settings = {stage: getattr(recipe, stage).identity(), "target": recipe.target.identity(), "seed": recipe.seed}
+    if stage == "probe":  # it writes the layer ids into the facts, where every later stage finds them
+        settings["extract.aux_layer_ids"] = recipe.extract.aux_layer_ids
+    return settings
+
+
+def _refuse_stale_input(stage: str, name: str, done: dict[str, Any], recipe: Recipe, paths: RunPaths) -> None:
+    """Raises StaleError where an input was done with other settings than the recipe's, or from what is no more.
+
+    The seed may be another: so one trains twice on the same states.
+    """
+    now = {**json.loads(json.dumps(_settings(name, recipe))), "seed": done["settings"]["seed"]}
+    differing = differences(done["settings"], now)
+    for other, hashed in done["inputs"].items():
+        state = read_state(paths, other)
+        if state is None or hash_json(state["fingerprint"]) != hashed:
+            differing.append(f"`{other}` was done anew since")
+    if differing:
+        raise StaleError(
+            f"needs `{name}`, which was done otherwise: " + "; ".join(differing),
+            where=stage,
+            hint=f"restore what differs, or do it again with `draftsmith {name} RECIPE --redo`",
+        )
 
 
 def _files(stage: str, recipe: Recipe) -> dict[str, str]:

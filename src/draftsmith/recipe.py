@@ -32,7 +32,7 @@ LossKind = Literal["soft_cross_entropy", "forward_kl", "lk", "lk_hybrid"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     def identity(self) -> dict[str, Any]:
         """The settings that a result depends on, nested sections included, as plain JSON values."""

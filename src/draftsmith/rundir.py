@@ -14,6 +14,7 @@ RUN/
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import MissingInputError
+from draftsmith.errors import MissingInputError, RequestError
 
 STAGES = ("probe", "prepare", "extract", "train", "evaluate", "export", "serve", "report")
 
@@ -101,6 +102,30 @@ class RunPaths:
                 hint=f"run `draftsmith {stage} RECIPE`, or `draftsmith run RECIPE` for everything in order",
             )
         return path
+
+
+@contextmanager
+def sole_process(paths: RunPaths, stage: str) -> Iterator[None]:
+    """Hold a stage of a run for as long as the block runs.
+
+    Raises:
+        RequestError: another process is at work on it.
+    """
+    paths.root.mkdir(parents=True, exist_ok=True)
+    with open(paths.root / f".{stage}.lock", "ab+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it however the process ends
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise RequestError(
+                f"{lock.read().decode() or 'another process'} is at work on it in {paths.root}",
+                where=stage,
+                hint="wait for it, or stop it; what it has done stays",
+            ) from error
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()}".encode())
+        lock.flush()
+        yield
 
 
 def sync_folder(folder: Path) -> None:

@@ -509,3 +509,20 @@ def test_facts_need_the_evidence_alone(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     evidence = json.loads(json.dumps(gather(str(folder))))
     assert facts_from_evidence(evidence) == read_facts(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope_scaling", [1]),
+        ("rope_parameters", "yarn"),
+        ("quantization_config", []),
+        ("auto_map", ["a.B"]),
+        ("text_config", []),
+        ("layer_types", [1, {}, None]),
+    ],
+)
+def test_a_setting_of_another_shape_is_named(key: str, value: object) -> None:
+    for config in ({**CONFIG, key: value}, {**CONFIG, "llm_config": {**CONFIG, key: value}}):
+        with pytest.raises(TargetError, match=f"{key} is .*, not a"):
+            facts_from_evidence({"path": "x", "config": config, "problems": []})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
@@ -145,9 +146,26 @@ def _missing(facts: TargetFacts, absent: set[str]) -> tuple[str, ...]:
     return tuple(field.name for field in fields(facts) if field.name in absent)
 
 
+_OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config", "compression_config", "auto_map")
+
+
+def _refuse_misshapen(config: dict[str, Any]) -> None:
+    """Raises TargetError where a setting that is a list or an object in every dialect is something else."""
+    for key in (*TEXT_CONFIGS, *_OBJECTS):
+        if not isinstance(value := config.get(key), dict | None):
+            raise TargetError(f"{key} is {json.dumps(value)[:60]}, not an object", where="config.json")
+    kinds = config.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise TargetError(f"layer_types is {json.dumps(kinds)[:60]}, not a list of names", where="config.json")
+    for key in TEXT_CONFIGS:
+        if config.get(key):
+            _refuse_misshapen(config[key])
+
+
 def _config(evidence: dict[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] | None = evidence.get("config")
     if config is not None:
+        _refuse_misshapen(config)
         return config
     problem = evidence["problems"][0]
     if problem["kind"] == "no_folder":

@@ -34,6 +34,7 @@ def rehearse(
     """
     from draftsmith import recipe as recipes
     from draftsmith.probe import evidence_of
+    from draftsmith.probe.facts import facts_from_evidence
     from draftsmith.rehearse.rehearsal import Rehearsal
 
     if model.endswith(RECIPES):
@@ -43,4 +44,5 @@ def rehearse(
         tree = {"name": "rehearsal", "target": {"model": model, "revision": revision}, "extract": {"engine": "vllm"}}
         recipe = recipes.parse(tree, overrides)
     evidence = evidence_of(model, revision, ssh)
+    facts_from_evidence(evidence)  # before a folder is made for it
     return Rehearsal(recipe, evidence, folder or recipe.folder / "rehearsal").run()

@@ -31,7 +31,7 @@ def figures(run: RunRecord) -> list[Figure]:
         ("rows_read", "rows read", "count", dig(prepared, "rows", "read")),
         ("conversations", "conversations kept", "count", dig(prepared, "conversations")),
         ("tokens", "tokens", "count", dig(prepared, "tokens")),
-        ("supervised_share", "share of tokens that the target wrote", "share", dig(prepared, "supervised_share")),
+        ("supervised_share", "share of tokens trained on", "share", dig(prepared, "supervised_share")),
         (
             "vocabulary_coverage",
             "held-out tokens that the draft vocabulary holds",

@@ -138,12 +138,22 @@ def _for_each(what: str, entries: Iterable[Entry], work: Callable[[Entry], None]
             bar.advance(entry.bytes)
 
 
+def _client_errors() -> tuple[type[Exception], ...]:
+    """Of S3's client, which are no OSErrors: no credentials, no connection."""
+    try:
+        from botocore.exceptions import BotoCoreError
+    except ImportError:
+        return ()
+    return (BotoCoreError,)
+
+
 @contextmanager
 def _service(url: str) -> Iterator[None]:
     """Turn what the service refuses into a StoreError."""
+    refusals: tuple[type[Exception], ...] = (OSError, *_client_errors())
     try:
         yield
-    except OSError as error:
+    except refusals as error:
         raise StoreError(
             f"{type(error).__name__}: {error}",
             where=url,
