@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.draft.files import load_draft, save_draft
 from draftsmith.draft.model import Draft
 from draftsmith.errors import CheckpointError
-from tests.draft.builders import DRAFT_IDS, make_config, make_draft, make_head
+from tests.draft.builders import DRAFT_IDS, make_config, make_draft, make_head, sign
 from tests.export.builders import PLAIN, export_sglang, export_vllm, make_facts
 from tests.export.builders import make_draft as make_plain_draft
 
@@ -109,6 +109,14 @@ def test_a_damaged_file_is_named(saved: Path) -> None:
         load_draft(saved, make_head())
 
 
+def test_one_flipped_bit_in_the_weights_is_noticed(saved: Path) -> None:
+    weights = bytearray((saved / "model.safetensors").read_bytes())
+    weights[-3] ^= 1
+    (saved / "model.safetensors").write_bytes(weights)
+    with pytest.raises(CheckpointError, match=r"model.safetensors: is not what was written"):
+        load_draft(saved, make_head())
+
+
 def test_a_configuration_that_lacks_a_field_names_it(saved: Path) -> None:
     config = json.loads((saved / "config.json").read_text())
     del config["norm_output"]
@@ -136,3 +144,4 @@ def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> N
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors")
+    sign(folder)

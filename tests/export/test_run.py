@@ -16,6 +16,7 @@ from draftsmith.export.parity import read_sglang, read_vllm
 from draftsmith.probe.facts import read_facts
 from draftsmith.rundir import RunPaths, write_json
 from draftsmith.target import load_head
+from tests.draft.builders import sign
 from tests.export.builders import PLAIN, change_tensors
 
 DRAFT_IDS = list(range(0, 320, 2))
@@ -112,6 +113,7 @@ def test_an_earlier_export_is_replaced_and_nothing_is_left_beside_it(tmp_path, t
 def test_a_weight_that_the_dtype_cannot_hold_leaves_no_folder(tmp_path, tiny_target):
     paths = trained_run(tmp_path, tiny_target, **PLAIN)
     change_tensors(paths.checkpoints / "final", lambda tensors: tensors["fc.weight"].fill_(1e6))
+    sign(paths.checkpoints / "final")
     with pytest.raises(CheckpointError, match=r"fc\.weight"):
         export.run(make_recipe(tiny_target, export={"dtype": "float16"}), paths)
     assert not paths.export("vllm").exists()

@@ -197,13 +197,21 @@ def test_no_sample_to_train_on_is_refused(tmp_path, tiny_target, store):
         dataclasses.replace(make_trainer(tmp_path, tiny_target, store), train_indexes=[])
 
 
+def cut_short(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def with_a_flipped_bit(content: bytes) -> bytes:
+    return content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
+
+
+@pytest.mark.parametrize("damage", [cut_short, with_a_flipped_bit])
 @pytest.mark.parametrize("file", ["optimizer.safetensors", "state.json", "model.safetensors"])
-def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, tiny_target, store, file):
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, tiny_target, store, file, damage):
     trainer = make_trainer(tmp_path, tiny_target, store, max_steps=1)
     trainer.train()
     (checkpoint,) = checkpoints_in(tmp_path / "checkpoints")
-    content = (checkpoint / file).read_bytes()
-    (checkpoint / file).write_bytes(content[: len(content) // 2])
+    (checkpoint / file).write_bytes(damage((checkpoint / file).read_bytes()))
     with pytest.raises(CheckpointError, match="step-00000001"):
         load_checkpoint(checkpoint, trainer.learner, trainer.head)
 

@@ -1,6 +1,7 @@
 """A draft as a folder: config.json and model.safetensors, without the embedding, which is the target's.
 
-config.json is written last and removed first, so that a folder that has one is complete.
+config.json is written last and removed first, so that a folder that has one is complete. It has the SHA-256 of the
+weights, so that a damaged file is not taken for a draft.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from safetensors.torch import load_file, save_file
 from draftsmith.draft.config import DraftConfig
 from draftsmith.draft.model import Draft
 from draftsmith.errors import CheckpointError, RequestError
-from draftsmith.rundir import atomic_path, sync_folder, write_json
+from draftsmith.rundir import atomic_path, hash_file, sync_folder, write_json
 from draftsmith.target import TargetHead
 
 CONFIG, WEIGHTS, EMBEDDING = "config.json", "model.safetensors", "embed_tokens.weight"
+DIGEST = "weights_sha256"
+_HINT = (
+    "delete the folder; training goes on from the checkpoint before, and `draftsmith train RECIPE --redo` begins anew"
+)
 
 
 def save_draft(folder: Path, draft: Draft) -> None:
@@ -33,7 +38,7 @@ def write_draft(folder: Path, config: DraftConfig, tensors: dict[str, torch.Tens
     sync_folder(folder)
     with atomic_path(folder / WEIGHTS) as aside:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside)
-    write_json(folder / CONFIG, config.to_json())
+    write_json(folder / CONFIG, {**config.to_json(), DIGEST: hash_file(folder / WEIGHTS)})
 
 
 def load_draft(folder: Path, head: TargetHead) -> Draft:
@@ -42,15 +47,16 @@ def load_draft(folder: Path, head: TargetHead) -> Draft:
     Raises:
         CheckpointError: a file is not there or damaged, or a tensor is missing, unknown or does not fit; names it.
     """
-    config = _read_config(folder)
+    config, digest = _read_config(folder)
     draft = Draft(config)
-    tensors = {**_read_tensors(folder), EMBEDDING: head.embedding.detach()}
+    tensors = {**_read_tensors(folder, digest), EMBEDDING: head.embedding.detach()}
     _check_fit(draft, tensors, folder)
     draft.load_state_dict(tensors, assign=True)
     return draft.to(head.embedding.device)
 
 
-def _read_config(folder: Path) -> DraftConfig:
+def _read_config(folder: Path) -> tuple[DraftConfig, str]:
+    """The shape, and the digest of the weights."""
     file = folder / CONFIG
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -60,21 +66,24 @@ def _read_config(folder: Path) -> DraftConfig:
                 where=str(folder),
                 hint="give the folder that it was exported from, RUN/train/checkpoints/final",
             )
-        return DraftConfig.from_json(data)
+        digest = data.pop(DIGEST)
+        return DraftConfig.from_json(data), digest
     except FileNotFoundError as error:
         raise CheckpointError(
-            "holds no complete draft: config.json, which is written last, is not there", where=str(folder)
+            "holds no complete draft: config.json, which is written last, is not there", where=str(folder), hint=_HINT
         ) from error
     except (OSError, ValueError, TypeError, KeyError, RequestError) as error:
-        raise CheckpointError(f"is not the configuration of a draft: {error}", where=str(file)) from error
+        raise CheckpointError(f"is not the configuration of a draft: {error}", where=str(file), hint=_HINT) from error
 
 
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def _read_tensors(folder: Path, digest: str) -> dict[str, torch.Tensor]:
     file = folder / WEIGHTS
     try:
+        if hash_file(file) != digest:
+            raise CheckpointError("is not what was written: its checksum differs", where=str(file), hint=_HINT)
         return load_file(file)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot be read: {error}", where=str(file)) from error
+        raise CheckpointError(f"cannot be read: {error}", where=str(file), hint=_HINT) from error
 
 
 def _check_fit(draft: Draft, tensors: dict[str, torch.Tensor], folder: Path) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.draft.config import DraftConfig
 from draftsmith.draft.files import load_draft, write_draft
 from draftsmith.errors import CheckpointError
-from draftsmith.rundir import atomic_folder, write_json
+from draftsmith.rundir import atomic_folder, hash_file, write_json
 from draftsmith.target import TargetHead
 from draftsmith.train.step import Learner
 
@@ -99,7 +99,8 @@ def write_checkpoint(
         with atomic_folder(folder / f"step-{step:08d}") as aside:
             write_draft(aside, config, draft)
             save_file(optimizer, aside / "optimizer.safetensors")
-            write_json(aside / "state.json", {"step": step})
+            digest = hash_file(aside / "optimizer.safetensors")
+            write_json(aside / "state.json", {"step": step, "optimizer_sha256": digest})
         for old in checkpoints_in(folder)[:-keep]:
             shutil.rmtree(old)
     except (OSError, SafetensorError) as error:
@@ -123,15 +124,18 @@ def load_checkpoint(folder: Path, learner: Learner, head: TargetHead) -> int:
     """
     weights, there = learner.weights, load_draft(folder, head).state_dict()
     try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        if hash_file(folder / "optimizer.safetensors") != state["optimizer_sha256"]:
+            raise ValueError("the checksum of optimizer.safetensors differs")
         tensors = load_file(folder / "optimizer.safetensors")
-        step = int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"])
+        step = int(state["step"])
         for name, held in weights.held.items():
             held.data.copy_(weights.part(name, there[name]))
             moments = {m: weights.part(name, tensors[f"{name}.{m}"].to(held.device)) for m in MOMENTS}
             learner.optimizer.state[held] = {"step": torch.tensor(float(step), device=held.device), **moments}
         for name, average in learner.averages.items():
             average.copy_(weights.part(name, tensors[f"{name}.average"].to(average.device)))
-    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise CheckpointError(
             f"is damaged: {error!r}", where=str(folder), hint="delete this folder to resume from the one before"
         ) from error
