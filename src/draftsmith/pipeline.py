@@ -169,10 +169,11 @@ def fingerprint(stage: str, recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
             )
         _refuse_stale_input(stage, name, state["fingerprint"], recipe, paths)
         inputs[name] = hash_json(state["fingerprint"])
-    return {"settings": _settings(stage, recipe), "inputs": inputs, "files": _files(stage, recipe)}
+    return {"settings": settings_of(stage, recipe), "inputs": inputs, "files": _files(stage, recipe)}
 
 
-def _settings(stage: str, recipe: Recipe) -> dict[str, Any]:
+def settings_of(stage: str, recipe: Recipe) -> dict[str, Any]:
+    """All settings that a stage's own result depends on."""
     settings = {stage: getattr(recipe, stage).identity(), "target": recipe.target.identity(), "seed": recipe.seed}
     if stage == "probe":  # it writes the layer ids into the facts, where every later stage finds them
         settings["extract.aux_layer_ids"] = recipe.extract.aux_layer_ids
@@ -184,7 +185,7 @@ def _refuse_stale_input(stage: str, name: str, done: dict[str, Any], recipe: Rec
 
     The seed may be another: so one trains twice on the same states.
     """
-    now = {**json.loads(json.dumps(_settings(name, recipe))), "seed": done["settings"]["seed"]}
+    now = {**json.loads(json.dumps(settings_of(name, recipe))), "seed": done["settings"]["seed"]}
     differing = differences(done["settings"], now)
     for other, hashed in done["inputs"].items():
         state = read_state(paths, other)

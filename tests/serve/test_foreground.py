@@ -16,6 +16,7 @@ import yaml
 
 from draftsmith import export
 from draftsmith import recipe as recipes
+from draftsmith.pipeline import settings_of
 from draftsmith.rundir import write_json
 from tests.export.builders import PLAIN
 from tests.export.test_run import trained_run
@@ -65,9 +66,11 @@ def command(tmp_path: Path, tiny_target: Path) -> dict[str, Any]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     tree = {"name": "t", "run_dir": str(paths.root), "target": {"model": str(tiny_target)}, "serve": {"port": port}}
-    export.run(recipes.parse(dict(tree)), paths)
+    recipe = recipes.parse(dict(tree))
+    export.run(recipe, paths)
     for stage in ("probe", "export"):
-        write_json(paths.stage_file(stage), {"status": "done", "fingerprint": {"settings": {}}, "report": {}})
+        fingerprint = {"settings": settings_of(stage, recipe), "inputs": {}}
+        write_json(paths.stage_file(stage), {"status": "done", "fingerprint": fingerprint, "report": {}})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "stand-in"), "STAND_IN_FILE": str(tmp_path / "started")}
     arguments = [sys.executable, "-m", "draftsmith", "serve", str(tmp_path / "recipe.yaml"), "--run", "--json"]

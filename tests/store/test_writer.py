@@ -134,7 +134,7 @@ def test_shards_under_way_are_given_up_when_someone_insists(tmp_path: Path) -> N
         def let_go() -> None:
             writer._abandon.wait(20)
             with open(aside, "rb") as pipe:
-                aside.unlink()
+                aside.unlink(missing_ok=True)
                 aside.write_bytes(b"")
                 pipe.read()
 
