@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -49,3 +50,19 @@ def test_probe_prints_one_json_document_and_nothing_else(tiny_target):
 def test_probe_for_people_says_not_found_where_the_configuration_is_silent(tiny_target):
     done = draftsmith("probe", str(tiny_target))
     assert any("scoring_func" in line and "NOT FOUND" in line for line in done.stdout.splitlines())
+
+
+def test_an_interrupted_command_says_what_becomes_of_the_work(tiny_target, tmp_path):
+    command = [sys.executable, "-m", "draftsmith", "rehearse", str(tiny_target), "extract.engine=transformers"]
+    process = subprocess.Popen(
+        [*command, "--dir", str(tmp_path / "out")],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stderr is not None
+    assert "build" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "stopped at once" in said

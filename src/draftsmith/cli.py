@@ -31,6 +31,10 @@ app = typer.Typer(
 
 app.add_typer(store_app)
 
+INTERRUPTED = 130  # what typer makes of KeyboardInterrupt
+Model = Annotated[str, typer.Argument(metavar="MODEL|RECIPE", help="Folder, hub id, HOST:/path, or a recipe file")]
+Revision = Annotated[str | None, typer.Option(help="Hub revision")]
+Ssh = Annotated[str | None, typer.Option(help="user@host that holds MODEL; nothing is installed there")]
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file that describes the run")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.field=value …]", help="Settings that replace the recipe's")
@@ -45,15 +49,16 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Unicode shows less, and nothing fails
     try:
-        sys.exit(app(standalone_mode=False) or 0)  # where it does not stand alone, typer.Exit becomes a return value
-    except typer.Abort:
-        sys.exit(1)
+        code = app(standalone_mode=False) or 0  # where it does not stand alone, typer.Exit becomes a return value
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        sys.exit(code)
     except DraftsmithError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         print(
-            "error: stopped at once; the same command, without --redo, goes on from the last safe point",
+            "error: stopped at once; what is on disk stays, and the same command, without --redo, goes on from there",
             file=sys.stderr,
         )
         sys.exit(1)
@@ -121,12 +126,12 @@ def run(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = Fal
 
 @app.command()
 def probe(
-    model: Annotated[str, typer.Argument(metavar="MODEL|RECIPE", help="Folder, hub id, HOST:/path, or a recipe file")],
+    model: Model,
     overrides: Overrides = None,
     as_json: Json = False,
     redo: Redo = False,
-    revision: Annotated[str | None, typer.Option(help="Hub revision")] = None,
-    ssh: Annotated[str | None, typer.Option(help="user@host that holds MODEL; nothing is installed there")] = None,
+    revision: Revision = None,
+    ssh: Ssh = None,
 ) -> None:
     """Read a target's configuration and weight index: facts, verdicts, budget. Loads no weights."""
     if model.endswith((".yaml", ".yml")):
@@ -141,11 +146,11 @@ def probe(
 
 @app.command()
 def rehearse(
-    model: Annotated[str, typer.Argument(metavar="MODEL|RECIPE", help="Folder, hub id, HOST:/path, or a recipe file")],
+    model: Model,
     overrides: Overrides = None,
     as_json: Json = False,
-    revision: Annotated[str | None, typer.Option(help="Hub revision")] = None,
-    ssh: Annotated[str | None, typer.Option(help="user@host that holds MODEL; nothing is installed there")] = None,
+    revision: Revision = None,
+    ssh: Ssh = None,
     folder: Annotated[
         Path | None, typer.Option("--dir", help="Where it is kept; the run's folder if not given")
     ] = None,

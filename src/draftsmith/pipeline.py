@@ -76,9 +76,7 @@ def run_stage(stage: str, recipe: Recipe, *, redo: bool = False) -> dict[str, An
 def _run_recorded(stage: str, recipe: Recipe, redo: bool, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Do the `work` of a stage if it is not done, and put on record what came of it."""
     paths = RunPaths(recipe.folder)
-    with contextlib.ExitStack() as stack:
-        if stage not in ALWAYS:
-            stack.enter_context(sole_process(paths, stage))
+    with contextlib.nullcontext() if stage in ALWAYS else sole_process(paths, stage):
         try:
             return _run_alone(stage, recipe, paths, redo, work)
         except (OSError, SafetensorError) as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -314,6 +314,8 @@ def changed(features: list[Features], **changes: Any) -> list[Features]:
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=60), st.integers(1, 20_000))
+@example([3000] * 5, 8000)  # far behind the first samples
+@example([100] * 100, 8192)
 def test_the_sample_that_the_engine_has_to_cut_is_among_those_compared(lengths: list[int], step_tokens: int) -> None:
     samples = [sample(number, tokens) for number, tokens in enumerate(lengths)]
     ends = list(accumulate(lengths))

@@ -121,10 +121,8 @@ class Rehearsal:
         report = extract.run(self.scaled, self.paths)
         if report["samples"] != len(self.samples):
             raise CheckFailed(f"{report['samples']} of {len(self.samples)} sequences came back", where="rehearse")
-        settings = self.scaled.extract
-        way = report.get("capture") or settings.engine
-        detail = f"{way}: {report['samples']} sequences of 1 to {LONGEST_TOKENS} tokens, {report['tokens']:,} in all"
-        return [Check("capture", "ok", f"{detail}, none lost, ids as sent")]
+        detail = f"{report['samples']} sequences of 1 to {LONGEST_TOKENS} tokens, {report['tokens']:,} in all"
+        return [Check("capture", "ok", f"{self.scaled.extract.engine}: {detail}, none lost, ids as sent")]
 
     def compare(self) -> list[Check]:
         """Every tensor of the store against transformers."""
