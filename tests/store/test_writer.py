@@ -129,14 +129,17 @@ def test_shards_under_way_are_given_up_when_someone_insists(tmp_path: Path) -> N
     write_store(folder, [features(9, 5)])
     with pytest.raises(KeyboardInterrupt), StoreWriter.open(folder, manifest(), 1) as writer:
         aside = folder / f".shard-00001.safetensors.{os.getpid()}.partial"
-        os.mkfifo(aside)  # holds the thread that opens it, until it is read
+        os.mkfifo(tmp_path / "pipe")
+        os.link(tmp_path / "pipe", aside)  # holds the thread that opens it, until it is read
 
         def let_go() -> None:
             writer._abandon.wait(20)
-            with open(aside, "rb") as pipe:
-                aside.unlink(missing_ok=True)
-                aside.write_bytes(b"")
-                pipe.read()
+            aside.unlink()
+            aside.write_bytes(b"")
+            pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)  # waits for nobody
+            os.set_blocking(pipe, True)
+            with open(pipe, "rb") as stream:
+                stream.read()
 
         threading.Thread(target=let_go).start()
         writer.add([features(0, 2000)])
