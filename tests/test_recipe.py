@@ -43,6 +43,10 @@ def test_overrides_reach_nested_settings_lists_and_sections_that_the_file_leaves
         ("- a\n- b\n", "must be a mapping"),
         ("", "must be a mapping"),
         ("name: [x\n", "not valid YAML"),
+        (MINIMAL + "train:\n  epochs: 2\n  betas: [0, 0]\n  epochs: 3\n", "line 7: `epochs` is there since line 5"),
+        (MINIMAL + "train: {epochs: 2, epochs: 3}\n", "line 4: `epochs` is there since line 4"),
+        (MINIMAL + "train: {}\nprepare: {}\ntrain: {}\n", "line 6: `train` is there since line 4"),
+        (MINIMAL + "x: " + "[" * 5000, "nested too deeply"),
     ],
 )
 def test_a_recipe_that_does_not_fit_is_refused_with_the_nearest_right_name(tmp_path, text, says):
@@ -102,3 +106,43 @@ def test_every_recipe_that_we_ship_loads(file):
 
 def test_the_page_of_settings_is_what_make_docs_would_write():
     assert (ROOT / "docs/settings.md").read_text() == recipe.settings_page()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=-1",
+        "probe.gpu_memory_gib=0",
+        "probe.load_gib_per_second=0",
+        "prepare.validation_fraction=1",
+        "prepare.regenerate.timeout_seconds=0",
+        "extract.aux_layer_ids=[-1, 2, 3]",
+        "extract.gpu_memory_utilization=0",
+        "extract.stall_seconds=-5",
+        "train.betas=[5, 7]",
+        "train.betas=[0.9, 1]",
+        "train.unroll_steps=1000000",
+        "train.learning_rate=3",
+        "evaluate.num_speculative_tokens=1000",
+        "evaluate.served.num_speculative_tokens=[3, 1000]",
+        "evaluate.served.start_seconds=0",
+        "serve.port=70000",
+        "serve.port=[" + "[" * 5000,
+        "train={epochs: 1, epochs: 2}",
+    ],
+)
+def test_a_number_that_no_run_can_have_is_refused(tmp_path, override):
+    with pytest.raises(RecipeError) as caught:
+        recipe.load(write(tmp_path, MINIMAL), [override])
+    assert override.partition("=")[0] in str(caught.value)
+
+
+def test_what_an_anchor_brings_may_be_overridden_once(tmp_path):
+    text = "a: &a {epochs: 2, max_steps: 4}\nb: &b {<<: *a, epochs: 3}\nc: {<<: *b, epochs: 5}\n"
+    assert recipe._read_yaml(text, "x")["c"] == {"epochs": 5, "max_steps": 4}
+
+
+def test_a_range_leaves_a_free_setting_out_of_the_fingerprint(tmp_path):
+    loaded = recipe.load(write(tmp_path, MINIMAL))
+    free = {"gpu_memory_gib", "load_gib_per_second", "gpu_memory_utilization", "stall_seconds"}
+    assert not free & (loaded.probe.identity() | loaded.extract.identity()).keys()

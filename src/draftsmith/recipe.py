@@ -27,7 +27,10 @@ class _Free:
 
 Free = _Free()
 PositiveInt = Annotated[int, Field(ge=1)]
+DraftTokens = Annotated[int, Field(ge=1, le=32)]  # K; memory grows with it, and engines draft far fewer
+Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+ProperFraction = Annotated[float, Field(ge=0, lt=1)]
 LossKind = Literal["soft_cross_entropy", "forward_kl", "lk", "lk_hybrid"]
 
 
@@ -76,8 +79,8 @@ class Probe(Section):
 
     engine: Annotated[Literal["vllm", "transformers"], Free] = "vllm"
     gpus: Annotated[PositiveInt | None, Free] = Field(None, description="Devices that share the target; all if null")
-    gpu_memory_gib: Annotated[float | None, Free] = Field(None, description="Memory of one device; measured if null")
-    load_gib_per_second: Annotated[float, Free] = Field(
+    gpu_memory_gib: Annotated[Positive | None, Free] = Field(None, description="Memory of one device; measured if null")
+    load_gib_per_second: Annotated[Positive, Free] = Field(
         0.5, description="Rate at which weights are read from disk and put on the devices"
     )
 
@@ -105,7 +108,7 @@ class Regenerate(Section):
     temperature: Annotated[float, Field(ge=0)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     batch_size: Annotated[PositiveInt, Free] = Field(32, description="Sequences at once, or requests in flight")
-    timeout_seconds: Annotated[float, Free] = Field(300.0, description="Longest wait for one answer of a server")
+    timeout_seconds: Annotated[Positive, Free] = Field(300.0, description="Longest wait for one answer of a server")
 
 
 class Prepare(Section):
@@ -120,7 +123,7 @@ class Prepare(Section):
         default_factory=dict, description="Passed to the template, such as enable_thinking"
     )
     draft_vocab_size: PositiveInt | None = Field(None, description="null: the target's whole vocabulary")
-    validation_fraction: Fraction = Field(0.05, description="Share of conversations held out")
+    validation_fraction: ProperFraction = Field(0.05, description="Share of conversations held out")
     workers: Annotated[PositiveInt, Free] = 1
 
 
@@ -128,7 +131,9 @@ class Extract(Section):
     """The target's hidden states for every token of the corpus."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    aux_layer_ids: list[int] | None = Field(None, description="Canonical ids; null: 2, N//2, N-3")
+    aux_layer_ids: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, description="Canonical ids; null: 2, N//2, N-3"
+    )
     codec: Literal["bf16", "fp32", "fp8", "lossless"] = Field(
         "bf16", description="How states are stored; fp8: half of bf16; lossless: 0.7 of bf16, bit for bit"
     )
@@ -142,13 +147,15 @@ class Extract(Section):
     data_parallel_size: Annotated[PositiveInt, Free] = Field(1, description="vLLM: engines that share the samples")
     max_num_batched_tokens: Annotated[PositiveInt, Free] = Field(8192, description="vLLM: tokens in one step")
     max_num_seqs: Annotated[PositiveInt, Free] = Field(256, description="vLLM: sequences in one step")
-    gpu_memory_utilization: Annotated[Fraction, Free] = Field(0.9, description="vLLM: share of a device's memory")
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), Free] = Field(
+        0.9, description="vLLM: share of a device's memory"
+    )
     kv_cache_memory_bytes: Annotated[PositiveInt | None, Free] = Field(
         None, description="vLLM: size of its cache on each device, states included; null: what is left, 1 GiB on a CPU"
     )
     enforce_eager: Annotated[bool, Free] = Field(True, description="vLLM: compile nothing; whole prompts gain little")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="vLLM: any other of its EngineArgs")
-    stall_seconds: Annotated[float, Free] = Field(900.0, description="vLLM: longest silence of a started engine")
+    stall_seconds: Annotated[Positive, Free] = Field(900.0, description="vLLM: longest silence of a started engine")
     max_quarantined: Annotated[Fraction, Free] = Field(
         0.0, description="Share of the samples that may be set aside because they failed twice"
     )
@@ -172,12 +179,12 @@ class Train(Section):
     """EAGLE-3 with training-time test."""
 
     draft: Draft = Draft()
-    unroll_steps: PositiveInt = Field(5, description="Steps of training-time test")
+    unroll_steps: DraftTokens = Field(5, description="Steps of training-time test")
     step_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="Weight of unroll step k is decay**k")
     loss: LossKind = Field("soft_cross_entropy", description="soft_cross_entropy, forward_kl, lk or lk_hybrid")
     mask_out_of_vocab: bool = Field(True, description="Skip positions whose target top-1 the draft cannot say")
     kernels: Literal["auto", "plain"] = Field("auto", description="plain: the slow, obvious computation")
-    epochs: Annotated[float, Field(gt=0)] = 10.0
+    epochs: Positive = 10.0
     max_steps: PositiveInt | None = Field(None, description="Optimizer steps; overrides epochs")
     batch_tokens: PositiveInt = Field(8192, description="Tokens of one optimizer step, of all ranks together")
     micro_batch_tokens: Annotated[PositiveInt | None, Free] = Field(
@@ -186,12 +193,12 @@ class Train(Section):
     shard: Annotated[bool, Free] = Field(
         False, description="Divide weights, gradients and moments over the ranks (FSDP2), where one has no room for all"
     )
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    learning_rate: Annotated[float, Field(gt=0, le=1)] = 1e-4
     min_learning_rate_ratio: Fraction = Field(0.1, description="Of the peak, at the end of the cosine")
     warmup_fraction: Fraction = 0.03
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_grad_norm: Annotated[float, Field(gt=0)] = 0.5
+    betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.95)
+    weight_decay: Fraction = 0.0
+    max_grad_norm: Positive = 0.5
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="Leave a moving average of the weights, which keeps so much of itself at a step"
     )
@@ -213,7 +220,7 @@ class Served(Section):
     enabled: bool = Field(False, description="Measure it, once the draft is exported")
     url: str | None = Field(None, description="Running vLLM with the draft, http://host:8000; null: started here")
     baseline_url: str | None = Field(None, description="Running vLLM without it; null: started here")
-    num_speculative_tokens: list[PositiveInt] = Field(
+    num_speculative_tokens: list[DraftTokens] = Field(
         default_factory=list, description="Draft tokens per round, each measured; []: as evaluated"
     )
     concurrency: list[PositiveInt] = Field([1, 8, 64], min_length=1, description="Sequences at once, each measured")
@@ -228,14 +235,14 @@ class Served(Section):
     )
     temperature: Annotated[float, Field(ge=0)] = 0.0
     repeats: Annotated[int, Field(ge=1, le=10)] = Field(3, description="Of each measurement, for intervals")
-    start_seconds: float = Field(1800.0, description="Longest wait for an engine to come up")
-    timeout_seconds: float = Field(600.0, description="Longest silence of a started engine")
+    start_seconds: Positive = Field(1800.0, description="Longest wait for an engine to come up")
+    timeout_seconds: Positive = Field(600.0, description="Longest silence of a started engine")
 
 
 class Evaluate(Section):
     """What the draft is worth on held-out conversations."""
 
-    num_speculative_tokens: PositiveInt = Field(3, description="Draft tokens per round")
+    num_speculative_tokens: DraftTokens = Field(3, description="Draft tokens per round")
     prompts: Annotated[int, Field(ge=0)] = Field(
         40, description="Held-out prompts decoded for real; 0: the estimate from recorded states alone"
     )
@@ -259,12 +266,12 @@ class Serve(Section):
     """The engine command line."""
 
     engine: Literal["vllm", "sglang"] = "vllm"
-    num_speculative_tokens: PositiveInt | None = Field(
+    num_speculative_tokens: DraftTokens | None = Field(
         None, description="null: the fastest of the forecast where there is one, else as evaluated"
     )
     concurrency: PositiveInt = Field(1, description="Sequences at once for which the forecast is asked")
     tensor_parallel_size: PositiveInt = 1
-    port: PositiveInt | None = Field(None, description="null: the engine's own")
+    port: Annotated[int, Field(ge=1, le=65535)] | None = Field(None, description="null: the engine's own")
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further flags of the engine, such as max_model_len"
     )
@@ -281,7 +288,7 @@ class Recipe(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     run_dir: Annotated[Path | None, Free] = Field(None, description="null: runs/<name>")
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     target: Target
     probe: Probe = Probe()
     prepare: Prepare = Prepare()
@@ -312,18 +319,46 @@ def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Recip
     """
     path = Path(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise RecipeError(
             "there is no such recipe", where=str(path), hint="give the path of a YAML file; recipes/ has some"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot be read: {error}", where=str(path)) from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"is not valid YAML: {' '.join(str(error).split())}", where=str(path)) from error
+    tree = _read_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise RecipeError("must be a mapping of sections", where=str(path), hint="start with `name:` and `target:`")
     return parse(tree, overrides, where=str(path))
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has already, of which YAML's own loader silently keeps the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in first:
+                raise yaml.MarkedYAMLError(
+                    problem=f"`{name}` is there since line {first[name]}; keep one", problem_mark=key.start_mark
+                )
+            first[name] = key.start_mark.line + 1
+        return node
+
+
+def _read_yaml(text: str, where: str) -> Any:
+    """Raises RecipeError if it is not YAML, or has a key twice; names the line."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise RecipeError(f"is not valid YAML: {line}{error.problem}", where=where) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise RecipeError(f"is not valid YAML: {' '.join(str(error).split())}", where=where) from error
+    except RecursionError as error:
+        raise RecipeError("is nested too deeply", where=where) from error
 
 
 def parse(tree: dict[str, Any], overrides: Sequence[str] = (), where: str = "recipe") -> Recipe:
@@ -346,10 +381,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise RecipeError("an override reads section.field=value", where=override)
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"value is not valid YAML: {' '.join(str(error).split())}", where=override) from error
+    value = _read_yaml(text, override)
     *parents, last = dotted.split(".")
     node: Any = tree
     for key in parents:
