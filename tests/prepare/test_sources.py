@@ -188,9 +188,57 @@ def test_every_dropped_row_is_counted_under_its_reason(tmp_path: Path) -> None:
         "content is a number, not text": 1,
         "turn without a role": 1,
         "content part that is not text (image_url)": 1,
-        "content is not valid Unicode (a lone surrogate)": 1,
+        "text that is not valid Unicode (a lone surrogate)": 1,
         "`tools` is not a list of objects": 1,
     }
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"id": "\ud800", "messages": ASKED},
+        {"messages": [{**ASKED[0], "name": "\ud800"}, ASKED[1]]},
+        {"messages": [ASKED[0], {**ASKED[1], "reasoning_content": "\ud800"}]},
+        {"messages": [ASKED[0], {"role": "\ud800", "content": "So."}]},
+        {"messages": [{"role": "user", "content": [{"type": "\ud800"}]}, ASKED[1]]},
+        {"messages": [{**ASKED[0], "\ud800": 1}, ASKED[1]]},
+        {"messages": ASKED, "system": "\ud800"},
+        {"messages": ASKED, "tools": [{"name": "\ud800"}]},
+        {"messages": ASKED, "tools": '[{"name": "\\ud800"}]'},
+        {"messages": [ASKED[0], {"role": "function_call", "content": '{"name": "\\ud800"}'}]},
+    ],
+)
+def test_a_row_with_half_a_character_anywhere_is_dropped_with_the_reason(tmp_path: Path, record: Any) -> None:
+    talks, tally = read_records(tmp_path, {"messages": ASKED}, record)
+    assert len(talks) == 1
+    assert reasons(tally) == {"text that is not valid Unicode (a lone surrogate)": 1}
+    json.dumps(tally.to_json(), ensure_ascii=False).encode()
+
+
+def test_what_is_nested_too_deeply_to_be_walked_is_dropped_with_the_reason(tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(150):
+        deep = [deep]
+    call = {"role": "function_call", "content": "[" * 5000 + "]" * 5000}
+    talks, tally = read_records(
+        tmp_path,
+        {"messages": ASKED},
+        {"messages": ASKED, "tools": deep},
+        {"messages": [{**ASKED[0], "extra": deep}, ASKED[1]]},
+        {"messages": ASKED, "tools": "[" * 5000 + "]" * 5000},
+        {"messages": [ASKED[0], call]},
+    )
+    assert len(talks) == 1
+    assert reasons(tally) == {"lists and objects nested more than 100 deep": 4}
+
+
+@pytest.mark.parametrize(("before", "place"), [("", "data.json:1"), ("[", "in its first record")])
+def test_json_that_no_parser_can_hold_is_an_error_with_its_place(tmp_path: Path, before: str, place: str) -> None:
+    file = tmp_path / "data.json"
+    file.write_text(before + '{"messages": ' + "[" * 5000 + "]" * 5000 + "}")
+    with pytest.raises(DataError, match="nested more than 100 deep") as caught:
+        read(Source(path=str(file)))
+    assert place in str(caught.value)
 
 
 def test_an_unknown_role_is_named_and_neither_skipped_nor_supervised(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_a_shard_cut_off_in_its_header_is_found(tmp_path: Path) -> None:
         (b"<html>not found</html>", "bad_header"),
         ((12).to_bytes(8, "little") + b'{"a": [1,2]}', "bad_header"),
         ((2).to_bytes(8, "little") + b"[]", "bad_header"),
+        ((10000).to_bytes(8, "little") + b"[" * 10000, "bad_header"),
         ((2).to_bytes(8, "little") + b"{}trailing", "bad_header"),
     ],
 )
@@ -142,7 +143,15 @@ def test_paths_are_taken_literally(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "kind"),
-    [(b"", "bad_json"), (b"{", "bad_json"), (b"[1]", "bad_json"), (b"\xff\xfe{}", "bad_json"), (None, "no_config")],
+    [
+        (b"", "bad_json"),
+        (b"{", "bad_json"),
+        (b"[" * 10000, "bad_json"),
+        (b'{"a":' * 700 + b"1" + b"}" * 700, "bad_json"),
+        (b"[1]", "bad_json"),
+        (b"\xff\xfe{}", "bad_json"),
+        (None, "no_config"),
+    ],
 )
 def test_a_configuration_that_cannot_be_read_is_a_problem(tmp_path: Path, content: bytes | None, kind: str) -> None:
     folder = write_model(tmp_path / "model")

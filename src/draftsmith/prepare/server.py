@@ -23,7 +23,7 @@ from draftsmith.prepare.answers import FINISHED, Answer, Origin
 from draftsmith.prepare.dialogue import Request, message_of
 from draftsmith.prepare.regenerate import Talks
 from draftsmith.prepare.render import Chat, Unrenderable
-from draftsmith.prepare.sources import REASONING_KEYS, normal_form
+from draftsmith.prepare.sources import REASONING_KEYS, Unusable, check_values, normal_form
 from draftsmith.progress import Progress
 from draftsmith.recipe import Recipe
 from draftsmith.signals import check_stop
@@ -168,12 +168,13 @@ class _Server:
         choice = await self._ask("chat/completions", body, "message")
         finish_reason, said = choice.get("finish_reason") or "unknown", choice["message"]
         kept = {key: said[key] for key in ("tool_calls", *REASONING_KEYS) if said.get(key)}
-        message = normal_form({"role": "assistant", "content": said.get("content") or "", **kept})
         try:
+            check_values(said)
+            message = normal_form({"role": "assistant", "content": said.get("content") or "", **kept})
             self.chat.check_text([message])
             ids = self.chat.turn(request.messages, message, request.tools).answer_ids
-        except Unrenderable:
-            return [], "not renderable", message, "text"
+        except (Unrenderable, Unusable):
+            return [], "not renderable", {"role": "assistant", "content": ""}, "text"
         ends_cut = bool(ids) and finish_reason not in FINISHED and ids[-1] in self.chat.turn_end_ids
         return ids[:-1] if ends_cut else ids, finish_reason, message, "text"
 
@@ -248,7 +249,7 @@ class _Refused(EngineError):
 def _json(response: httpx.Response, where: str) -> dict[str, Any]:
     try:
         reply = response.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EngineError(f"answers no JSON: {response.text[:200]!r}", where=where) from error
     if not isinstance(reply, dict):
         raise EngineError(f"answers no JSON object: {response.text[:200]!r}", where=where)

@@ -30,6 +30,8 @@ ROLES = {
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _EXAMPLES = 3
 _HEAD_BYTES = 4096
+_DEEPEST = 100  # lists and objects in one another; tools nest to about twenty, and Python's own encoder to some hundred
+_TOO_DEEP = f"lists and objects nested more than {_DEEPEST} deep"
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Tally:
         return {"read": self.read, "kept": self.kept, "dropped": dropped}
 
 
-class _Unusable(Exception):
+class Unusable(Exception):
     """A row that cannot be used; its message is the reason under which it is counted."""
 
 
@@ -79,16 +81,20 @@ def read_conversations(sources: list[Source], tally: Tally, *, answers_needed: b
         for index, (place, record) in islice(enumerate(_records(source, number)), source.skip, stop):
             tally.read += 1
             own_id = record.get("id") if isinstance(record, dict) else None
-            base = f"{domain}/{own_id if isinstance(own_id, str | int) and own_id != '' else index}"
+            base = f"{domain}/{own_id if _is_name(own_id) else index}"
             seen[base] += 1
             row_id = base if seen[base] == 1 else f"{base}~{seen[base]}"
             try:
                 messages, tools = _parse(record, source.format, answers_needed)
-            except _Unusable as reason:
+            except Unusable as reason:
                 tally.drop(str(reason), f"{row_id} ({place})")
                 continue
             tally.kept += 1
             yield Conversation(id=row_id, messages=messages, domain=domain, tools=tools)
+
+
+def _is_name(own_id: Any) -> bool:
+    return isinstance(own_id, int) or (isinstance(own_id, str) and own_id != "" and _is_unicode(own_id))
 
 
 def _records(source: Source, number: int) -> Iterator[tuple[str, Any]]:
@@ -126,7 +132,7 @@ def _json_array(path: Path, accept_truncated: bool, number: int) -> Iterator[tup
     with open(path, "rb") as file:
         _skip_bom(file)
         try:
-            for record in ijson.items(file, "item", use_float=True):
+            for record in ijson.items(ijson.parse(_not_too_deep(ijson.basic_parse(file, use_float=True))), "item"):
                 yield f"record {index}", record
                 index += 1
                 last_id = record.get("id") if isinstance(record, dict) else None
@@ -146,6 +152,21 @@ def _json_array(path: Path, accept_truncated: bool, number: int) -> Iterator[tup
             ) from error
 
 
+def _not_too_deep(events: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The events of a parser, which would use memory by the square of the depth."""
+    import ijson
+
+    depth = 0
+    for event in events:
+        if event[0] in ("start_array", "start_map"):
+            depth += 1
+            if depth > _DEEPEST:
+                raise ijson.JSONError(_TOO_DEEP)
+        elif event[0] in ("end_array", "end_map"):
+            depth -= 1
+        yield event
+
+
 def _json_lines(path: Path, accept_truncated: bool, number: int) -> Iterator[tuple[str, Any]]:
     """Records of a file with one JSON object a line; blank lines are passed over."""
     size = path.stat().st_size
@@ -156,6 +177,8 @@ def _json_lines(path: Path, accept_truncated: bool, number: int) -> Iterator[tup
                 continue
             try:
                 record = json.loads(line)
+            except RecursionError as error:
+                raise DataError(f"line {line_number}: {_TOO_DEEP}", where=f"{path}:{line_number}") from error
             except ValueError as error:
                 if file.tell() == size and not line.endswith(b"\n"):
                     if not accept_truncated:
@@ -227,26 +250,27 @@ def _dataset(source: Source) -> Iterator[tuple[str, Any]]:
 
 
 def _parse(record: Any, form: str, answers_needed: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages in the OpenAI form, and tools. Raises _Unusable with the reason."""
+    """Messages in the OpenAI form, and tools. Raises Unusable with the reason."""
     if not isinstance(record, dict):
-        raise _Unusable(f"record is {_kind(record)}, not an object")
+        raise Unusable(f"record is {_kind(record)}, not an object")
+    check_values([record.get(name) for name in ("id", "messages", "conversations", "system", "tools")])
     keys = ("conversations", "messages") if form == "sharegpt" else ("messages", "conversations")
     key = next((key for key in keys if record.get(key) is not None), None)
     if key is None:
-        raise _Unusable("no `messages` and no `conversations`")
+        raise Unusable("no `messages` and no `conversations`")
     turns = record[key]
     if not isinstance(turns, list):
-        raise _Unusable(f"`{key}` is {_kind(turns)}, not a list")
+        raise Unusable(f"`{key}` is {_kind(turns)}, not a list")
     if not turns:
-        raise _Unusable("empty conversation")
+        raise Unusable("empty conversation")
     messages = [_message(turn) for turn in turns]
     system = record.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     if not any(message["role"] == "user" for message in messages):
-        raise _Unusable("no user turn")
+        raise Unusable("no user turn")
     if answers_needed and not answer_turns(messages):
-        raise _Unusable("no answer")
+        raise Unusable("no answer")
     return messages, _tools(record.get("tools"))
 
 
@@ -262,19 +286,19 @@ def answer_turns(messages: list[dict[str, Any]]) -> list[int]:
 
 def _message(turn: Any) -> dict[str, Any]:
     if not isinstance(turn, dict):
-        raise _Unusable(f"turn is {_kind(turn)}, not an object")
+        raise Unusable(f"turn is {_kind(turn)}, not an object")
     turn = {key: value for key, value in turn.items() if value is not None}
     name = turn.pop("role", None) or turn.pop("from", None)
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
-        raise _Unusable(f"unknown role {name!r}" if name is not None else "turn without a role")
+        raise Unusable(f"unknown role {name!r}" if name is not None else "turn without a role")
     content = _text(turn.pop("content", turn.pop("value", None)))
     message = {"role": role, "content": content, **turn}
     if name == "function_call":
         message = _called(message)
     says_nothing = not content.strip() and not any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
     if says_nothing and role in ("user", "assistant"):
-        raise _Unusable(f"empty {role} turn")
+        raise Unusable(f"empty {role} turn")
     return normal_form(message)
 
 
@@ -297,24 +321,37 @@ def _text(content: Any) -> str:
         for part in content:
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 kind = part.get("type", "unnamed") if isinstance(part, dict) else _kind(part)
-                raise _Unusable(f"content part that is not text ({kind})")
+                raise Unusable(f"content part that is not text ({kind})")
         return _text("\n".join(part["text"] for part in content))
     if not isinstance(content, str):
-        raise _Unusable(f"content is {_kind(content)}, not text")
-    if not content.isascii():
-        try:
-            content.encode()
-        except UnicodeEncodeError:
-            raise _Unusable("content is not valid Unicode (a lone surrogate)") from None
+        raise Unusable(f"content is {_kind(content)}, not text")
     return content
+
+
+def check_values(value: Any, depth: int = 0) -> None:
+    """Raises Unusable for what no file or template could hold: half a character, or a depth that nothing can walk."""
+    if isinstance(value, str):
+        if not _is_unicode(value):
+            raise Unusable("text that is not valid Unicode (a lone surrogate)")
+    elif isinstance(value, dict | list):
+        if depth > _DEEPEST:
+            raise Unusable(_TOO_DEEP)
+        for item in (*value.keys(), *value.values()) if isinstance(value, dict) else value:
+            check_values(item, depth + 1)
+
+
+def _is_unicode(text: str) -> bool:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return False
+    return True
 
 
 def _called(message: dict[str, Any]) -> dict[str, Any]:
     """A `function_call` turn, whose content is the call as JSON, as tool_calls; other text stays content."""
-    try:
-        call = json.loads(message["content"])
-    except ValueError:
-        return message
+    call = _json_or_none(message["content"])
     calls = call if isinstance(call, list) else [call]
     if not all(isinstance(item, dict) and "name" in item for item in calls):
         return message
@@ -326,7 +363,7 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
     if isinstance(calls, str):
         calls = _json_or_none(calls)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise _Unusable("`tool_calls` is not a list of objects")
+        raise Unusable("`tool_calls` is not a list of objects")
     parsed = []
     for call in calls:
         function = call.get("function")
@@ -346,15 +383,20 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise _Unusable("`tools` is not a list of objects")
+        raise Unusable("`tools` is not a list of objects")
     return tools
 
 
 def _json_or_none(text: str) -> Any:
+    """Raises Unusable as `check_values` does."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return None
+    except RecursionError:
+        raise Unusable(_TOO_DEEP) from None
+    check_values(value)
+    return value
 
 
 def _kind(value: Any) -> str:

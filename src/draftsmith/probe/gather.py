@@ -18,6 +18,7 @@ from typing import Any
 
 EDGE_BYTES = 64 * 1024  # hashed at both ends of a shard's data: other weights of the same shapes differ there
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # the safetensors library's own limit
+DEEPEST = 50  # lists and objects of a configuration in one another; Python can walk some hundred
 LFS_POINTER = b"version https://git-lfs"
 TOKENIZER_FILES = (
     "added_tokens.json",
@@ -58,6 +59,9 @@ def gather(path: str) -> dict[str, Any]:
         problems.append(_problem("no_folder", root, detail))
         return evidence
     config = _read_json(root, "config.json", problems)
+    if _nests(config, DEEPEST):
+        problems.append(_problem("bad_json", "config.json", f"nests lists and objects more than {DEEPEST} deep"))
+        config = None
     if config is None and not problems:
         problems.append(_problem("no_config", "config.json", "is not in the folder"))
     evidence["config"] = config
@@ -102,13 +106,19 @@ def _read_json(root: str, name: str, problems: list[dict[str, str]]) -> dict[str
     except OSError as error:
         problems.append(_problem("unreadable", name, f"cannot be read: {error.strerror}"))
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems.append(_problem("bad_json", name, f"is not valid JSON: {error}"))
         return None
     if not isinstance(data, dict):
         problems.append(_problem("bad_json", name, "is not a JSON object"))
         return None
     return data
+
+
+def _nests(data: Any, levels: int) -> bool:
+    """Whether lists and objects are in one another for more than so many levels."""
+    inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    return levels == 0 or any(_nests(item, levels - 1) for item in inner)
 
 
 # ---- Tokenizer ----
@@ -273,7 +283,7 @@ def _read_shard(file: str, shard: dict[str, Any], identity: Any) -> dict[str, An
         raise _Unusable("missing_shard", "is named in the index and not in the folder") from None
     except OSError as error:
         raise _Unusable("unreadable", f"cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise _Unusable("bad_header", f"has a header that safetensors does not allow: {error}") from error
 
 
