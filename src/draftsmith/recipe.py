@@ -134,8 +134,8 @@ class Extract(Section):
     aux_layer_ids: list[Annotated[int, Field(ge=0)]] | None = Field(
         None, description="Canonical ids; null: 2, N//2, N-3"
     )
-    codec: Literal["bf16", "fp32", "fp8", "lossless"] = Field(
-        "bf16", description="How states are stored; fp8: half of bf16; lossless: 0.7 of bf16, bit for bit"
+    codec: Literal["bf16", "fp32", "int8", "fp8", "lossless"] = Field(
+        "bf16", description="How states are stored; int8, fp8: half of bf16; lossless: 0.7 of bf16, bit for bit"
     )
     batch_tokens: Annotated[PositiveInt, Free] = Field(4096, description="Tokens in one forward, padding included")
     shard_mib: Annotated[PositiveInt, Free] = Field(256, description="Size at which a shard is closed")
@@ -247,6 +247,10 @@ class Evaluate(Section):
         40, description="Held-out prompts decoded for real; 0: the estimate from recorded states alone"
     )
     max_new_tokens: PositiveInt = 128
+    temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="Prompts are sampled at it too; 0: greedy only")
+    draft_sample_method: Literal["greedy", "probabilistic"] = Field(
+        "greedy", description="At temperature, how the draft picks its tokens; greedy is vLLM's default"
+    )
     compare_untrained: bool = Field(True, description="Also measure the draft as it was before training")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: float32 on CPU, else the target's")
     device: Annotated[str, Free] = "auto"

@@ -1,3 +1,5 @@
+from math import gcd
+
 import numpy as np
 import pytest
 import torch
@@ -5,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from draftsmith.errors import RequestError, StoreError
-from draftsmith.store.codec import CODECS, decode_fp8, encode_fp8
+from draftsmith.store.codec import CODECS, decode_fp8, decode_int8, encode_fp8, encode_int8
 from draftsmith.store.shards import Store
 from draftsmith.store.sizes import STATE_BYTES
 from draftsmith.store.writer import StoreWriter
@@ -76,14 +78,18 @@ def test_fp8_is_within_half_a_unit_in_its_last_place(states: torch.Tensor) -> No
     assert ((back - exact).abs() <= torch.maximum(exact.abs() * 2.0**-4, largest * 2.0**-9 / 448)).all()
 
 
+@pytest.mark.parametrize(("name", "beyond"), [("fp8", torch.inf), ("int8", 2.0**119)])
 @settings(max_examples=60, deadline=None)
-@given(states_of(anything()))
-@example(torch.tensor([[3.2965e38]]).bfloat16())  # which e4m3 rounds up, beyond what bfloat16 holds
-def test_fp8_makes_a_state_that_is_not_finite_nan_and_no_other(states: torch.Tensor) -> None:
-    back = decode_fp8(encode_fp8(states))
-    whole = states.isfinite().all(dim=-1)
-    assert back[whole].isfinite().all()
-    assert back[~whole].isnan().all()
+@given(states=states_of(anything()))
+@example(states=torch.tensor([[3.2965e38]]).bfloat16())  # which e4m3 rounds up, beyond what bfloat16 holds
+@example(states=torch.full((2, 64), 2.0**118).bfloat16())
+@example(states=torch.full((2, 64), torch.finfo(torch.bfloat16).max).bfloat16())
+@example(states=torch.cat([torch.full((3, 64), torch.nan), torch.ones(3, 64)], dim=1).bfloat16())
+def test_a_state_that_is_not_finite_becomes_nan_and_no_other(name: str, beyond: float, states: torch.Tensor) -> None:
+    back = CODECS[name].decode(CODECS[name].encode(states))
+    assert not back.isinf().any()
+    assert back[(states.abs() < beyond).all(dim=-1)].isfinite().all()
+    assert back[~states.isfinite().all(dim=-1)].isnan().all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -94,6 +100,28 @@ def test_fp8_changes_nothing_the_second_time(states: torch.Tensor) -> None:
     assert torch.equal(decode_fp8(encode_fp8(once)), once)
 
 
+@pytest.mark.parametrize("width", [1, 7, 16, 64, 96, 192])
+def test_int8_is_within_half_a_step_of_the_largest_that_a_block_turned_by_hadamard_has(width: int) -> None:
+    states = (torch.randn(50, 3, width) ** 3).bfloat16()
+    size = gcd(width, 64)
+    turn = torch.tensor([[(-1.0) ** (i & j).bit_count() for i in range(size)] for j in range(size)]) / size**0.5
+    blocks = states.float().unflatten(-1, (-1, size)) @ turn
+    back = decode_int8(encode_int8(states)).float().unflatten(-1, (-1, size)) @ turn
+    step = blocks.abs().amax(-1, keepdim=True) / 127
+    rounding = 2.0**-8 * blocks.norm(dim=-1, keepdim=True)  # of the scale, and of what is decoded, to bfloat16
+    assert ((back - blocks).abs() <= 0.5 * step + rounding).all()
+
+
+def test_int8_is_four_times_as_close_as_fp8_even_beside_channels_that_tower_above_the_rest() -> None:
+    states = torch.randn(500, 3, 576)
+    states[..., [17, 300]] *= 100
+    by_int8, by_fp8 = (
+        largest_error(CODECS[name].decode(CODECS[name].encode(states)), states.bfloat16()) for name in ("int8", "fp8")
+    )
+    assert by_int8 < 0.008
+    assert by_int8 < by_fp8 / 4
+
+
 def test_fp8_decodes_as_torch_does() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F]  # NaN, which is never written: the scale says it
@@ -102,9 +130,10 @@ def test_fp8_decodes_as_torch_does() -> None:
     assert same_bits(ours, (codes.view(torch.float8_e4m3fn).float() * 2.0**-5).bfloat16())
 
 
-def test_fp8_keeps_small_tokens_and_layers_beside_large_ones() -> None:
+@pytest.mark.parametrize(("name", "error"), [("fp8", 0.04), ("int8", 0.01)])
+def test_small_tokens_and_layers_are_kept_beside_large_ones(name: str, error: float) -> None:
     states = torch.randn(20, 3, 64) * torch.logspace(-6, 6, 20).view(20, 1, 1) * torch.tensor([1e-3, 1, 1e3]).view(3, 1)
-    assert largest_error(decode_fp8(encode_fp8(states)).float(), states) < 0.04
+    assert largest_error(CODECS[name].decode(CODECS[name].encode(states)).float(), states) < error
 
 
 def test_lossless_is_well_under_the_size_of_bf16() -> None:

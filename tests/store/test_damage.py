@@ -50,7 +50,7 @@ for number in range(kills):
 """
 
 
-@pytest.mark.parametrize("codec", ["bf16", "fp32", "fp8", "lossless"])
+@pytest.mark.parametrize("codec", ["bf16", "fp32", "fp8", "int8", "lossless"])
 @pytest.mark.parametrize("bits", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_every_flipped_bit_is_noticed_by_who_reads_it_and_by_who_looks(tmp_path: Path, codec: str, bits: int) -> None:
     samples = [in_bf16(features(number, tokens)) for number, tokens in enumerate([5, 1, 9, 0, 3])]

@@ -146,21 +146,30 @@ def test_a_ledger_that_another_changed_meanwhile_is_not_added_to(tmp_path: Path)
 
 
 FAIL_AT_EACH_CALL = """
-import errno, os, shutil, sys
+import errno, os, sys
 from pathlib import Path
 from draftsmith.errors import StoreError
 from draftsmith.store.shards import Store
 from tests.store.random_store import some_features, write_store
 
-calls, at, folder = 0, -1, Path()
+calls, at, folder, said = 0, -1, Path(), getattr(errno, sys.argv[2])
 def refuse(event, arguments):
     global calls
     if event in ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir") and str(folder) in str(arguments[0]):
         writes = event != "open" or "w" in str(arguments[1]) or "a" in str(arguments[1]) or "+" in str(arguments[1])
         calls += writes
         if writes and calls == at:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(said, os.strerror(said))
 sys.addaudithook(refuse)
+
+sync = os.fsync
+def fsync(descriptor):  # where a network's file system says what became of earlier writes
+    global calls
+    calls += 1
+    if calls == at:
+        raise OSError(said, os.strerror(said))
+    sync(descriptor)
+os.fsync = fsync
 
 for at_call in range(1, 1000):
     folder, calls, at = Path(sys.argv[1]) / f"failed-at-{at_call}", 0, -1
@@ -169,7 +178,7 @@ for at_call in range(1, 1000):
     try:
         write_store(folder, some_features(5)[2:])
     except StoreError as error:
-        assert "No space left" in str(error), error
+        assert os.strerror(said) in str(error) and sys.argv[3] in error.hint, error
         failed = True
     else:
         failed = False
@@ -182,12 +191,18 @@ for at_call in range(1, 1000):
 """
 
 
-def test_a_disk_that_fills_at_any_call_loses_nothing_committed_and_the_rest_can_follow(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [("ENOSPC", "make room"), ("EDQUOT", "raise the quota"), ("ESTALE", "the network's mount"), ("EIO", "the disk")],
+)
+def test_a_refusal_at_any_call_loses_nothing_committed_and_the_rest_can_follow(
+    tmp_path: Path, error: str, remedy: str
+) -> None:
     write_store(tmp_path / "whole", some_features(2))
     write_store(tmp_path / "whole", some_features(5)[2:])
-    run_in_a_process(FAIL_AT_EACH_CALL, tmp_path)
+    run_in_a_process(FAIL_AT_EACH_CALL, tmp_path, error, remedy)
     failed = list(tmp_path.glob("failed-at-*"))
-    assert len(failed) > 8
+    assert len(failed) > 12
     for folder in failed:
         assert contents(folder) == contents(tmp_path / "whole"), folder.name
 

@@ -98,7 +98,7 @@ def test_predicted_bytes_are_within_one_percent_of_the_disks(tmp_path: Path) -> 
         assert predicted == pytest.approx(on_disk, rel=0.01)
 
 
-@pytest.mark.parametrize("codec", ["bf16", "fp32", "fp8", "lossless"])
+@pytest.mark.parametrize("codec", ["bf16", "fp32", "fp8", "int8", "lossless"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_is_fetched_and_read_at_once_is_what_is_read_one_by_one(
     tmp_path: Path, codec: str, dtype: torch.dtype

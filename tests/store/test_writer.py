@@ -24,7 +24,7 @@ from tests.store.random_store import HIDDEN_SIZE, features, manifest, some_featu
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=6), st.sampled_from(["bf16", "fp32", "fp8"]), st.integers(1, 2000)
+    st.lists(st.integers(0, 9), min_size=1, max_size=6), st.sampled_from(["bf16", "fp32", "fp8", "int8"]), st.integers(1, 2000)
 )
 def test_a_shard_is_what_safetensors_itself_would_write(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], codec: str, piece_bytes: int

@@ -7,6 +7,7 @@ parts that are `ragged`: those are bytes, and can be read for the whole sequence
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from draftsmith.errors import StoreError
 
 Parts = dict[str, torch.Tensor]
 E4M3_LARGEST = 448.0
+BLOCK = 64  # values of a state that share a scale in int8, but for a width that is no multiple
+BLOCKS_AT_ONCE = 2048  # that turn in the processor's cache
+LARGEST_SCALE = 2.0**112  # so that the largest that `decode_int8` makes of it is a bfloat16
 _ZSTD = pyarrow.Codec("zstd", compression_level=1)
 
 
@@ -72,6 +76,45 @@ def decode_fp8(parts: Parts) -> torch.Tensor:
     return raised.view(torch.bfloat16).mul_(2.0**120).mul_(parts["scale"].unsqueeze(-1))
 
 
+def encode_int8(states: torch.Tensor) -> Parts:
+    """Round each block of a state to 8-bit integers, after a Hadamard matrix turned it: that spreads the few values
+    which tower above the rest over the whole block (QuaRot, Ashkboos et al. 2024), so that the step, 1/127 of the
+    largest, is fine for all. A state with a value that is not finite, or beyond 2^119, is NaN throughout."""
+    size = math.gcd(states.shape[-1], BLOCK)
+    count = states.shape[-1] // size  # of each state
+    blocks = states.to(torch.bfloat16).reshape(-1, count, size).flatten(0, 1)
+    turn = _hadamard(size, blocks.device) / size
+    codes = torch.empty(blocks.shape, dtype=torch.int8, device=blocks.device)
+    scales = torch.empty(len(blocks), 1, dtype=torch.bfloat16, device=blocks.device)
+    for some, code, scale in zip(*(values.split(BLOCKS_AT_ONCE) for values in (blocks, codes, scales)), strict=True):
+        turned = some.float() @ turn
+        scale.copy_(turned.abs().amax(-1, keepdim=True) / 127).clamp_(min=2.0**-126)
+        code.copy_(turned.div_(scale.float()).round_().nan_to_num_(0).clamp_(-127, 127))
+    scales = scales.view(*states.shape[:-1], count)
+    whole = (scales <= LARGEST_SCALE).all(-1, keepdim=True)
+    return {"": codes.view(states.shape), "scale": scales.where(whole, torch.nan)}
+
+
+def decode_int8(parts: Parts) -> torch.Tensor:
+    """In bfloat16. The sums are of integers and exact, whatever their order."""
+    codes, scales = parts[""], parts["scale"]
+    states = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
+    size = codes.shape[-1] // scales.shape[-1]
+    turn = _hadamard(size, codes.device)
+    blocks = (values.unflatten(-1, (scales.shape[-1], -1)).flatten(0, -2) for values in (codes, scales, states))
+    for code, scale, some in zip(*(values.split(BLOCKS_AT_ONCE) for values in blocks), strict=True):
+        torch.mul(code.float() @ turn, scale.float(), out=some)
+    return states
+
+
+def _hadamard(size: int, device: torch.device) -> torch.Tensor:
+    """[size, size] of ±1, symmetric, and `size` times its own inverse; a power of two (Sylvester's construction)."""
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < size:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=device), matrix)
+    return matrix
+
+
 def encode_lossless(states: torch.Tensor) -> Parts:
     """bfloat16, bit for bit: a byte of sign and mantissa as it is, for it hardly repeats, and the exponents, of which
     few occur, packed. Layer by layer, since each has its own scale: one code for all would be longer.
@@ -110,5 +153,6 @@ CODECS = {
     "bf16": Codec(encode_bf16, decode_plain),
     "fp32": Codec(encode_fp32, decode_plain, decoded=torch.float32),
     "fp8": Codec(encode_fp8, decode_fp8),
+    "int8": Codec(encode_int8, decode_int8),
     "lossless": Codec(encode_lossless, decode_lossless, ragged=("exponent",), dtype="bfloat16"),
 }

@@ -75,7 +75,7 @@ def _merge(
 def _convert(
     folder: Folder,
     into: Annotated[Path, typer.Option(help="Folder of the store to write")],
-    codec: Annotated[str, typer.Option(help="bf16, fp32, fp8 or lossless")],
+    codec: Annotated[str, typer.Option(help="bf16, fp32, int8, fp8 or lossless")],
     as_json: Json = False,
 ) -> None:
     """Write a store in another codec."""

@@ -33,6 +33,7 @@ READ_BYTES = 1 << 20  # so few that they are hashed where they were put: in the 
 # Widest last: a file has its tensors in the reverse of this order (safetensors `Dtype`), so that each is aligned.
 DTYPES = {
     torch.uint8: "U8",
+    torch.int8: "I8",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.bfloat16: "BF16",
     torch.int32: "I32",
@@ -183,7 +184,7 @@ def _header(columns: Sequence[Column]) -> memoryview:
 
 def _bytes(parts: list[torch.Tensor]) -> memoryview:
     whole = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
-    return whole.view(torch.uint8).reshape(-1).numpy().data
+    return whole.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _damaged(entry: Entry, folder: Path, problem: str) -> StoreError:

@@ -205,7 +205,7 @@ def _refuse_rounding(manifest: Manifest) -> None:
         raise RequestError(
             f"{manifest.codec} holds states in {dtype}, and the target computes in {manifest.dtype}",
             where="extract.codec",
-            hint="choose bf16, fp8 or fp32, or set target.dtype",
+            hint="choose bf16, int8, fp8 or fp32, or set target.dtype",
         )
 
 
