@@ -13,7 +13,6 @@ from draftsmith.evaluate.speculate import (
     Decoded,
     DraftCache,
     GreedyTarget,
-    agreeing,
     greedy_decode,
     speculative_decode,
     stop_length,
@@ -135,12 +134,6 @@ def test_the_draft_cache_attends_as_one_causal_pass_does() -> None:
     scores = torch.einsum("qhd,khd->hqk", query, wide[0]) / 6**0.5
     scores = scores.masked_fill(~torch.ones(7, 7, dtype=torch.bool).tril(), -torch.inf)
     torch.testing.assert_close(torch.cat(pieces), torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide[1]))
-
-
-def test_agreement_stops_at_the_first_wrong_draft() -> None:
-    assert agreeing([1, 2, 3], [1, 2, 3, 4]) == 3
-    assert agreeing([1, 9, 3], [1, 2, 3, 4]) == 1
-    assert agreeing([9, 2, 3], [1, 2, 3, 4]) == 0
 
 
 def test_a_text_ends_at_its_first_end_token_or_its_longest_length() -> None:

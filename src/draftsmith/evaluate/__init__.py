@@ -14,7 +14,8 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     """Measure the trained draft, and the untrained beside it, on held-out conversations; in serving too, if wanted.
 
     Raises:
-        CheckFailed: a decoded text is not the target's own greedy text, and rounding does not explain it.
+        CheckFailed: a decoded text is not the target's own greedy text, and rounding does not explain it; or sampled
+            texts are not spread as the target's own would be.
         EngineError: an engine to be measured did not come up or broke off.
     """
     from draftsmith.evaluate.figures import refuse_unfaithful, summary_lines
@@ -36,17 +37,20 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
 def _offline(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     """Everything but serving. The target is let go of at the end, for the engines need its memory."""
     from draftsmith.evaluate.figures import make_report
-    from draftsmith.evaluate.held_out import decode_prompts, open_held_out, release_memory, replay_recorded
+    from draftsmith.evaluate.held_out import decode_prompts, open_held_out, open_target, release_memory, replay_recorded
+    from draftsmith.evaluate.sampled import sample_prompts
     from draftsmith.rundir import write_json
 
     if recipe.evaluate.served.enabled and paths.acceptance.exists():  # of the same settings, or it would be stale
         return json.loads(paths.acceptance.read_text(encoding="utf-8"))
     held_out = open_held_out(recipe, paths)
     recorded = replay_recorded(held_out)
-    decoded = decode_prompts(held_out) if recipe.evaluate.prompts else {}
-    report = make_report(held_out, recorded, decoded)
+    target = open_target(held_out, held_out.store.manifest.aux_layer_ids) if recipe.evaluate.prompts else None
+    decoded = decode_prompts(held_out, target) if target else {}
+    sampled = sample_prompts(held_out, target) if target and recipe.evaluate.temperature else {}
+    report = make_report(held_out, recorded, decoded, sampled)
     write_json(paths.acceptance, report)
-    del held_out
+    del held_out, target
     release_memory()
     return report
 

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from draftsmith.errors import CheckFailed
 from draftsmith.evaluate.held_out import HeldOut
+from draftsmith.evaluate.lossless import chance_of
 from draftsmith.evaluate.offline import Replay, slot_rates
 from draftsmith.evaluate.rounds import Rounds, round_starts, share, summarise
 
 Results = dict[str, dict[str, Any]]  # by sample id
 
+LEAST_CHANCE = 1e-6  # of sampled texts; below it they are not the target's own
 
-def make_report(held_out: HeldOut, recorded: Results, decoded: Results) -> dict[str, Any]:
+
+def make_report(held_out: HeldOut, recorded: Results, decoded: Results, sampled: Results) -> dict[str, Any]:
     """The stage's report, without the lines for people.
 
     `prompt_sets` lists one set of figures per way of measuring and draft: `decoded`, by real speculative decoding;
-    `replayed`, the hops of `offline.replay` on the decoded texts; `recorded`, the same on the held-out samples.
+    `sampled`, the same at `evaluate.temperature`; `replayed`, the hops of `offline.replay` on the decoded texts;
+    `recorded`, the same on the held-out samples.
     """
     own = sum(result["own_tokens"] for result in recorded.values())
     own_top1 = sum(result["own_tokens_top1"] for result in recorded.values())
-    sets = [_decoded(held_out, decoded)] if decoded else []
+    sets = [_decoded(held_out, "decoded", decoded)] if decoded else []
+    sets += [_decoded(held_out, "sampled", sampled)] if sampled else []
     for draft in held_out.drafts:
         sets += [_replayed(held_out, "replayed", draft, decoded)] if decoded else []
         sets.append(_replayed(held_out, "recorded", draft, recorded))
@@ -32,13 +39,16 @@ def make_report(held_out: HeldOut, recorded: Results, decoded: Results) -> dict[
         "prompt_sets": sets,
         "recorded_tokens_are_top1": share(own_top1, own),
         "lossless": _lossless(decoded) if decoded else None,
+        "lossless_sampled": _lossless_sampled(held_out, sampled) if sampled else None,
         "replay_equals_decoding": _agreement(decoded) if decoded else None,
     }
 
 
 def refuse_unfaithful(report: dict[str, Any]) -> None:
-    """Raises CheckFailed if a text differs from the target's greedy one by more than rounding."""
+    """Raises CheckFailed if a text differs from the target's greedy one by more than rounding, or sampled ones are not
+    spread as the target's own."""
     faults = report["lossless"]["faults"] if report["lossless"] else []
+    hint = "speculative decoding must not change the output; please report this with the target's config.json"
     if faults:
         first = faults[0]
         raise CheckFailed(
@@ -46,7 +56,15 @@ def refuse_unfaithful(report: dict[str, Any]) -> None:
             f"target writes alone; sample {first['id']} first, at token {first['index']} of its answer, where the "
             f"target prefers {first['likeliest']} to {first['token']} by a logit gap of {first['gap']:.4g}",
             where="evaluate",
-            hint="speculative decoding must not change the output; please report this with the target's config.json",
+            hint=hint,
+        )
+    found = report["lossless_sampled"]
+    if found and found["chance"] < LEAST_CHANCE:
+        raise CheckFailed(
+            f"the {found['tokens']:,} tokens sampled at temperature {found['temperature']:g} are not spread as the "
+            f"target's own would be: by chance, no more than once in {1 / max(found['chance'], 1e-300):.3g} runs",
+            where="evaluate",
+            hint=hint,
         )
 
 
@@ -57,6 +75,7 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         _line(by_name[name], text, steps)
         for name, text in (
             ("decoded trained", "trained draft, decoded"),
+            ("sampled trained", f"trained draft, sampled at temperature {_temperature(report)}"),
             ("replayed untrained", "untrained draft, same texts"),
             ("recorded trained", "trained draft, recorded states"),
             ("recorded untrained", "untrained draft, recorded states"),
@@ -69,6 +88,11 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         lines.append(
             f"lossless: {found['identical']} of {found['prompts']} texts are the target's own greedy text{ties}"
         )
+        if sampled := report["lossless_sampled"]:
+            lines.append(
+                f"lossless at temperature {_temperature(report)}: {sampled['tokens']:,} tokens are spread as the "
+                f"target's own samples, p = {sampled['chance']:.2g}"
+            )
         same = report["replay_equals_decoding"]
         lines.append(
             f"replay from states makes the same rounds as decoding on {same['equal']} of {same['prompts']} texts"
@@ -98,13 +122,17 @@ def _line(found: dict[str, Any], text: str, steps: int) -> str:
     )
 
 
-def _decoded(held_out: HeldOut, decoded: Results) -> dict[str, Any]:
+def _temperature(report: dict[str, Any]) -> str:
+    return f"{report['lossless_sampled']['temperature']:g}" if report["lossless_sampled"] else "0"
+
+
+def _decoded(held_out: HeldOut, method: str, decoded: Results) -> dict[str, Any]:
     def read(id: str) -> Rounds:
         result = decoded[id]
         starts = round_starts(len(result["prompt_ids"]) - 1, result["accepted"])
         return Rounds(*_origin(held_out, id), starts, result["accepted"], tokens=len(result["answer_ids"]))
 
-    return _summarise(held_out, "decoded", "trained", [read(id) for id in decoded])
+    return _summarise(held_out, method, "trained", [read(id) for id in decoded])
 
 
 def _replayed(held_out: HeldOut, method: str, draft: str, results: Results) -> dict[str, Any]:
@@ -134,6 +162,17 @@ def _lossless(decoded: Results) -> dict[str, Any]:
         "identical": sum(not result["deviations"] for result in decoded.values()),
         "ties": [deviation for deviation in found if deviation["tie"]],
         "faults": [deviation for deviation in found if not deviation["tie"]],
+    }
+
+
+def _lossless_sampled(held_out: HeldOut, sampled: Results) -> dict[str, Any]:
+    places = torch.tensor([place for result in sampled.values() for place in result["places"]])
+    return {
+        "temperature": held_out.recipe.evaluate.temperature,
+        "draft_sample_method": held_out.recipe.evaluate.draft_sample_method,
+        "prompts": len(sampled),
+        "tokens": len(places),
+        "chance": chance_of(places),
     }
 
 

@@ -120,16 +120,19 @@ def replay_recorded(held_out: HeldOut) -> dict[str, dict[str, Any]]:
     return dict(zip(ids, results, strict=True))
 
 
-def decode_prompts(held_out: HeldOut) -> dict[str, dict[str, Any]]:
+def open_target(held_out: HeldOut, aux_layer_ids: tuple[int, ...]) -> GreedyTarget:
+    """The target itself, which gives its states at these layer ids."""
+    model = load_target(held_out.facts, held_out.recipe.target, held_out.device, held_out.dtype)
+    return GreedyTarget(model, decoder_layers(model, held_out.facts), aux_layer_ids)
+
+
+def decode_prompts(held_out: HeldOut, target: GreedyTarget) -> dict[str, dict[str, Any]]:
     """Decode held-out prompts with the trained draft, judge each text, and replay every draft on it."""
     settings = held_out.recipe.evaluate
     prompts = choose_prompts(held_out)
-    model = load_target(held_out.facts, held_out.recipe.target, held_out.device, held_out.dtype)
-    layers = decoder_layers(model, held_out.facts)
-    target = GreedyTarget(model, layers, held_out.store.manifest.aux_layer_ids)
 
     def work(id: str) -> dict[str, Any]:
-        prompt = _prompt(held_out.store[held_out.indexes[id]])
+        prompt = first_prompt(held_out.store[held_out.indexes[id]])
         eos_ids = held_out.facts.eos_token_ids
         decoded = speculative_decode(
             target, held_out.drafts["trained"], prompt, settings.max_new_tokens, eos_ids, held_out.steps
@@ -174,7 +177,7 @@ def choose_prompts(held_out: HeldOut) -> list[str]:
     random.Random(held_out.recipe.seed).shuffle(candidates)
     chosen: list[str] = []
     for id in candidates:
-        prompt = _prompt(held_out.store[held_out.indexes[id]])
+        prompt = first_prompt(held_out.store[held_out.indexes[id]])
         fits = room is None or len(prompt) + settings.max_new_tokens + held_out.steps <= room
         if prompt and fits:
             chosen.append(id)
@@ -189,7 +192,7 @@ def choose_prompts(held_out: HeldOut) -> list[str]:
     return chosen
 
 
-def _prompt(sample: Features) -> list[int]:
+def first_prompt(sample: Features) -> list[int]:
     """A sample up to the target's first word."""
     own = sample.loss_mask.nonzero()
     return sample.input_ids[: int(own[0])].tolist() if len(own) else []

@@ -5,8 +5,9 @@ A text x₀ … x_n whose newest token x_n the target has not read yet. One roun
     draft    slot n-1 (true state), x_n  → d₀      step 0; every earlier slot's step-0 keys are cached
              its own output,        d₀   → d₁      position n
              its own output,        d₁   → d₂      position n + 1
-    target   reads x_n d₀ d₁ d₂, says y₀ y₁ y₂ y₃
-    accepts  a: as many of d₀ d₁ d₂ as equal y₀ y₁ y₂ from the left; y₀ … y_a are new
+    target   reads x_n d₀ d₁ d₂; its distributions p₀ p₁ p₂ p₃ take a drafts and add a token of its own
+             (`sampling.verify`); at temperature 0, as many drafts as are its likeliest tokens
+    new      y₀ … y_a = d₀ … d_{a-1} and that token
     then     target and draft forget what they computed for rejected tokens; the draft reads y₀ … y_a
              beside the target's true states of x_n, y₀ … y_{a-1}
 
@@ -24,6 +25,7 @@ from torch import nn
 
 from draftsmith.draft.model import Draft
 from draftsmith.errors import TargetError
+from draftsmith.evaluate.sampling import GREEDY, Sampling, distribution, draw, verify
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,14 @@ class DraftCache:
 class Drafter:
     """The draft following one text. Between rounds its cache holds step-0 keys, made of the target's true states."""
 
-    def __init__(self, draft: Draft) -> None:
-        self.draft, self.cache = draft, DraftCache()
+    def __init__(self, draft: Draft, temperature: float, generator: torch.Generator) -> None:
+        self.draft, self.temperature, self.generator = draft, temperature, generator
+        self.draft_ids = draft.draft_ids
+        self.cache = DraftCache()
 
-    def propose(self, newest: list[int], aux: torch.Tensor, num_speculative_tokens: int) -> list[int]:
+    def propose(
+        self, newest: list[int], aux: torch.Tensor, num_speculative_tokens: int
+    ) -> tuple[list[int], torch.Tensor]:
         """Read what is new and draft on.
 
         Args:
@@ -127,7 +133,7 @@ class Drafter:
             aux: [n, A, Ht], the target's states of the slots.
 
         Returns:
-            K target ids.
+            K target ids, and the distributions that they were drawn from [K, Vt].
         """
         draft, cache, device = self.draft, self.cache, aux.device
         position = torch.arange(cache.length, cache.length + len(newest), device=device)
@@ -135,13 +141,22 @@ class Drafter:
         hidden, normed = draft.step(torch.tensor(newest, device=device), hidden, position, cache)
         hidden, normed, position = hidden[-1:], normed[-1:], position[-1:]
         committed = cache.length
-        tokens = [draft.to_target_ids(draft.lm_head(normed).argmax(-1))]
+        probs = [self._distribution(normed[0])]
+        tokens = [draw(probs[0], self.generator)]
         while len(tokens) < num_speculative_tokens:
             position = position + 1
             hidden, normed = draft.step(tokens[-1], hidden, position, cache)
-            tokens.append(draft.to_target_ids(draft.lm_head(normed).argmax(-1)))
+            probs.append(self._distribution(normed[0]))
+            tokens.append(draw(probs[-1], self.generator))
         cache.keep(committed)
-        return torch.cat(tokens).tolist()
+        return torch.cat(tokens).tolist(), torch.stack(probs)
+
+    def _distribution(self, normed: torch.Tensor) -> torch.Tensor:
+        """[H] → [Vt], nothing on what the draft cannot say."""
+        own = distribution(self.draft.lm_head(normed), self.temperature)
+        if self.draft_ids is None:
+            return own
+        return own.new_zeros(self.draft.config.vocab_size).scatter_(0, self.draft_ids, own)
 
 
 @torch.inference_mode()
@@ -165,25 +180,27 @@ def speculative_decode(
     max_new_tokens: int,
     eos_ids: Collection[int],
     num_speculative_tokens: int,
+    sampling: Sampling = GREEDY,
 ) -> Decoded:
-    """Greedy decoding in rounds of `num_speculative_tokens` drafted tokens and one forward of the target.
+    """Decoding in rounds of `num_speculative_tokens` drafted tokens and one forward of the target.
 
     Args:
         ids: the prompt, not empty.
         eos_ids: the text ends with the first of these.
     """
+    generator = torch.Generator(target.model.device).manual_seed(sampling.seed)
     target.begin()
-    drafter = Drafter(draft)
+    drafter = Drafter(draft, sampling.draft_temperature, generator)
     logits, aux = target.read(ids, keep=1)
-    tokens: list[int] = logits.argmax(-1).tolist()
+    tokens = [int(draw(distribution(logits[0], sampling.temperature), generator))]
     newest, accepted_by_round = ids[1:] + tokens, []
     while (length := stop_length(tokens, max_new_tokens, eos_ids)) is None:
-        drafted = drafter.propose(newest, aux, num_speculative_tokens)
+        drafted, proposed = drafter.propose(newest, aux, num_speculative_tokens)
         logits, aux = target.read([tokens[-1], *drafted], keep=1 + num_speculative_tokens)
-        said = logits.argmax(-1).tolist()
-        accepted = agreeing(drafted, said)
+        newest = verify(drafted, proposed, distribution(logits, sampling.temperature), generator)
+        accepted = len(newest) - 1
         target.forget(num_speculative_tokens - accepted)
-        newest, aux = said[: accepted + 1], aux[: accepted + 1]
+        aux = aux[: accepted + 1]
         tokens += newest
         accepted_by_round.append(accepted)
     return Decoded(tokens[:length], accepted_by_round)
@@ -195,11 +212,3 @@ def stop_length(tokens: list[int], max_new_tokens: int, eos_ids: Collection[int]
         if token in eos_ids:
             return i + 1
     return max_new_tokens if len(tokens) >= max_new_tokens else None
-
-
-def agreeing(drafted: list[int], said: list[int]) -> int:
-    """How many drafts are what the target says, from the left."""
-    for i, (token, own) in enumerate(zip(drafted, said, strict=False)):
-        if token != own:
-            return i
-    return len(drafted)
