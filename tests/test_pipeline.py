@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from draftsmith.errors import DataError
 from draftsmith.rundir import RunPaths, sole_process
+from draftsmith.vocab_map import read_draft_vocab
 
 STAGES = ["probe", "prepare", "extract", "train", "evaluate", "export", "serve", "report"]
 ALWAYS = ["serve", "report"]
@@ -125,6 +127,58 @@ def test_redo_replaces_a_stage_whose_record_is_damaged(finished, tmp_path):
         assert refused.returncode == 2
         assert "`draftsmith export RECIPE --redo`" in refused.stderr
         assert draftsmith("export", "recipe.yaml", "--redo", cwd=copy).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "file", "refused"),
+    [
+        ("probe", "facts.json", "prepare"),
+        ("prepare", "corpus.parquet", "extract"),
+        ("prepare", "draft_vocab.json", "train"),
+        ("train", "checkpoints/final/config.json", "export"),
+        ("evaluate", "acceptance.json", "export"),
+        ("evaluate", "acceptance.json", "evaluate"),
+        ("export", "vllm/draftsmith.json", "serve"),
+        ("export", "vllm/model.safetensors", "serve"),
+    ],
+)
+def test_a_file_that_is_not_what_its_stage_wrote_is_refused_by_name(finished, stage, file, refused):
+    path = finished / "runs/tiny" / stage / file
+    written = path.read_bytes()
+    path.write_bytes(written[:-2] + bytes([written[-2] ^ 1]) + written[-1:])
+    try:
+        done = draftsmith(refused, "recipe.yaml", cwd=finished)
+    finally:
+        path.write_bytes(written)
+    assert done.returncode == 2
+    assert f"{stage}/{file}: damaged or changed since it was written" in done.stderr
+    assert f"`draftsmith {stage} RECIPE --redo`" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_facts_and_a_vocabulary_that_no_stage_wrote_are_refused_by_what_is_wrong(finished, tmp_path):
+    paths = RunPaths(tmp_path / "copy")
+    shutil.copytree(finished / "runs/tiny", paths.root)
+    facts, vocab = json.loads(paths.facts.read_text()), json.loads(paths.draft_vocab.read_text())
+    ids = vocab["token_ids"]
+    for change, says in (({"hidden_size": "wide"}, "hidden_size: "), ({"eos_token_ids": 3}, "eos_token_ids: ")):
+        paths.facts.write_text(json.dumps(facts | change))
+        with pytest.raises(DataError, match=says):
+            paths.read_facts()
+    for text in ("{}", "[]", "[" * 5000, "{"):
+        paths.facts.write_text(text)
+        with pytest.raises(DataError, match="probe RECIPE --redo"):
+            paths.read_facts()
+    for change, says in (
+        ({"token_ids": [ids[0], *ids[:-1]]}, "do not ascend"),
+        ({"token_ids": ids[:-1]}, "199 entries"),
+        ({"token_ids": [*ids[:-1], 10**9]}, "outside of"),
+        ({"token_ids": [*ids[:-1], float(ids[-1])]}, "whole numbers"),
+        ({"draft_vocab_size": None}, "whole numbers"),
+    ):
+        paths.draft_vocab.write_text(json.dumps(vocab | change))
+        with pytest.raises(DataError, match=says):
+            read_draft_vocab(paths.draft_vocab)
 
 
 def test_a_stage_that_another_process_works_on_is_refused(finished):

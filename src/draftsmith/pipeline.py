@@ -18,12 +18,14 @@ from draftsmith.errors import DraftsmithError, Interrupted, MissingInputError, R
 from draftsmith.machine import describe_machine
 from draftsmith.recipe import Recipe
 from draftsmith.rundir import (
+    ALSO_READ,
     INPUTS,
     STAGES,
     RunPaths,
     append_event,
     hash_file,
     hash_json,
+    hash_outputs,
     sole_process,
     write_json,
 )
@@ -105,6 +107,7 @@ def _run_alone(
                 where=stage,
                 hint="restore them, use another run_dir, or give --redo to delete this stage's results and do it again",
             )
+        _refuse_damage(stage, stage, paths)
         if state["status"] == "done" and stage not in ALWAYS and not _goes_on(stage, recipe):
             append_event(paths, stage, "skipped")
             return state["report"]
@@ -125,7 +128,8 @@ def _run_alone(
         raise
     seconds = round(time.time() - started, 2)
     report = {**report, "seconds": seconds}
-    write_json(paths.stage_file(stage), {**record, "status": "done", "report": report})
+    done = {**record, "status": "done", "outputs": hash_outputs(paths, stage), "report": report}
+    write_json(paths.stage_file(stage), done)
     append_event(paths, stage, "done", seconds=seconds)
     return report
 
@@ -145,7 +149,7 @@ def read_state(paths: RunPaths, stage: str) -> dict[str, Any] | None:
         state["fingerprint"]["settings"], state["fingerprint"]["inputs"]
         if state["status"] == "done":
             state["report"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StaleError(
             f"{file} is damaged: {type(error).__name__}: {error}",
             where=stage,
@@ -167,6 +171,8 @@ def fingerprint(stage: str, recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
             )
         _refuse_stale_input(stage, name, state["fingerprint"], recipe, paths)
         inputs[name] = hash_json(state["fingerprint"])
+    for name in (*INPUTS[stage], *ALSO_READ.get(stage, ())):
+        _refuse_damage(stage, name, paths)
     return {"settings": settings_of(stage, recipe), "inputs": inputs, "files": _files(stage, recipe)}
 
 
@@ -194,6 +200,18 @@ def _refuse_stale_input(stage: str, name: str, done: dict[str, Any], recipe: Rec
             f"needs `{name}`, which was done otherwise: " + "; ".join(differing),
             where=stage,
             hint=f"restore what differs, or do it again with `draftsmith {name} RECIPE --redo`",
+        )
+
+
+def _refuse_damage(stage: str, name: str, paths: RunPaths) -> None:
+    """Raises StaleError where a file that the stage `name` wrote is another now."""
+    recorded = (read_state(paths, name) or {}).get("outputs", {})
+    there = hash_outputs(paths, name) if recorded else {}
+    if differing := [f"{name}/{file}" for file, digest in recorded.items() if there.get(file) != digest]:
+        raise StaleError(
+            f"{', '.join(differing)}: damaged or changed since it was written",
+            where=stage,
+            hint=f"restore it from a copy, or make it anew with `draftsmith {name} RECIPE --redo`",
         )
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 if TYPE_CHECKING:
     import torch
 
@@ -83,10 +85,13 @@ class TargetFacts:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TargetFacts:
-        tuples = ("eos_token_ids", "aux_layer_ids", "missing", "derived")
-        values: dict[str, Any] = {k: tuple(v) if k in tuples and v is not None else v for k, v in data.items()}
-        return cls(**values)
+    def from_json(cls, text: str) -> TargetFacts:
+        """Raises ValueError, naming the first fact that is not there or of another type."""
+        try:
+            return TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(": ".join([*map(str, first["loc"]), first["msg"]])) from None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import MissingInputError, RequestError
+from draftsmith.errors import DataError, MissingInputError, RequestError
+from draftsmith.records import TargetFacts
 
 STAGES = ("probe", "prepare", "extract", "train", "evaluate", "export", "serve", "report")
 
@@ -40,6 +41,18 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "export": ("probe", "prepare", "train"),
     "serve": ("probe", "export"),
     "report": (),  # it shows what there is
+}
+
+# What they read where it is there.
+ALSO_READ: dict[str, tuple[str, ...]] = {"export": ("evaluate",), "serve": ("evaluate",)}
+
+# The files of a stage that others read. The store, and the weights of checkpoints, have checksums of their own.
+OUTPUTS: dict[str, tuple[str, ...]] = {
+    "probe": ("facts.json",),
+    "prepare": ("corpus.parquet", "draft_vocab.json"),
+    "train": ("checkpoints/final/config.json",),
+    "evaluate": ("acceptance.json", "served.json"),
+    "export": ("vllm/*", "sglang/*"),
 }
 
 
@@ -102,6 +115,18 @@ class RunPaths:
                 hint=f"run `draftsmith {stage} RECIPE`, or `draftsmith run RECIPE` for everything in order",
             )
         return path
+
+    def read_facts(self) -> TargetFacts:
+        """What the probe found of the target. Raises DataError if the file is damaged."""
+        file = self.require(self.facts, "probe")
+        try:
+            return TargetFacts.from_json(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(
+                f"is damaged: {error}",
+                where=str(file),
+                hint="`draftsmith probe RECIPE --redo` writes it anew, and nothing else is lost",
+            ) from error
 
 
 @contextmanager
@@ -213,6 +238,13 @@ def read_events(paths: RunPaths) -> list[dict[str, Any]]:
 def hash_file(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_outputs(paths: RunPaths, stage: str) -> dict[str, str]:
+    """Of each file of a stage that others read, by its path in the stage's folder."""
+    folder = paths.stage(stage)
+    files = [file for pattern in OUTPUTS.get(stage, ()) for file in sorted(folder.glob(pattern)) if file.is_file()]
+    return {str(file.relative_to(folder)): hash_file(file) for file in files}
 
 
 def digest_draft(folder: Path) -> str:

@@ -33,7 +33,7 @@ _LAYER_NORM_PLUS_ONE = ("nemotron",)
 
 def read_facts_of_run(paths: RunPaths) -> TargetFacts:
     """The facts that the probe left in the run."""
-    return TargetFacts.from_json(json.loads(paths.require(paths.facts, "probe").read_text(encoding="utf-8")))
+    return paths.read_facts()
 
 
 def pick_device(wanted: str) -> torch.device:

@@ -88,7 +88,9 @@ def read_draft_vocab(path: Path) -> list[int] | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         ids, size, target_size = data["token_ids"], data["draft_vocab_size"], data["target_vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if any(type(number) is not int for number in (size, target_size, *(ids or ()))):
+            raise ValueError("ids and sizes are whole numbers")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"is no draft vocabulary: {error!r}", where=str(path), hint="run `draftsmith prepare RECIPE --redo`"
         ) from error

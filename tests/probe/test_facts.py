@@ -111,7 +111,7 @@ def test_llama_4_scaling_is_one_fact_in_both_spellings() -> None:
 def test_facts_survive_json() -> None:
     for file in CONFIGS.glob("*.json"):
         facts = facts_of(json.loads(file.read_text()))
-        assert TargetFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+        assert TargetFacts.from_json(json.dumps(facts.to_json())) == facts
 
 
 # ---- Wrappers ----

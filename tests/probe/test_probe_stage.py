@@ -16,7 +16,6 @@ from draftsmith.errors import CheckFailed, RecipeError, RequestError, StaleError
 from draftsmith.pipeline import run_stage
 from draftsmith.probe import examine, run
 from draftsmith.recipe import Recipe, parse
-from draftsmith.records import TargetFacts
 from draftsmith.rundir import RunPaths
 from tests.probe.folders import CONFIGS
 from tests.probe.hub_server import COMMIT, serve_hub
@@ -122,7 +121,7 @@ def test_settings_given_with_a_model_bear_on_its_verdict(tiny_target: Path) -> N
 def test_a_run_leaves_the_facts_where_the_other_stages_read_them(tiny_target: Path, tmp_path: Path) -> None:
     recipe = recipe_for(tiny_target, tmp_path / "run")
     report = run_stage("probe", recipe)
-    facts = TargetFacts.from_json(json.loads(RunPaths(recipe.folder).facts.read_text()))
+    facts = RunPaths(recipe.folder).read_facts()
     assert facts.aux_layer_ids == (2, 4, 5)
     assert facts.lm_head_key == "lm_head.weight"
     assert json.loads(json.dumps(report["facts"])) == json.loads(json.dumps(facts.to_json()))

@@ -72,7 +72,7 @@ def _read_config(folder: Path) -> tuple[DraftConfig, str]:
         raise CheckpointError(
             "holds no complete draft: config.json, which is written last, is not there", where=str(folder), hint=_HINT
         ) from error
-    except (OSError, ValueError, TypeError, KeyError, RequestError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, RequestError) as error:
         raise CheckpointError(f"is not the configuration of a draft: {error}", where=str(file), hint=_HINT) from error
 
 

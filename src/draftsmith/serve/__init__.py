@@ -18,7 +18,6 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
         RequestError: the draft was not exported for this engine, or cannot be split over so many devices.
     """
     from draftsmith.engine_commands import sglang_command, vllm_command
-    from draftsmith.records import TargetFacts
     from draftsmith.serve.draft_tokens import choose_draft_tokens
 
     engine = recipe.serve.engine
@@ -33,7 +32,7 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
             where="serve.tensor_parallel_size",
             hint="use a divisor of the heads, or train with train.draft.num_attention_heads that it divides",
         )
-    facts = TargetFacts.from_json(json.loads(paths.require(paths.facts, "probe").read_text(encoding="utf-8")))
+    facts = paths.read_facts()
     draft_tokens, notes = choose_draft_tokens(recipe, paths)
     arguments = (vllm_command if engine == "vllm" else sglang_command)(recipe, facts, folder, draft_tokens)
     return {

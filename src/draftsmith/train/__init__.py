@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.recipe import Recipe
@@ -71,10 +70,10 @@ def _first_draft(
     from draftsmith.draft.files import load_draft
     from draftsmith.draft.model import Draft
     from draftsmith.errors import RequestError
+    from draftsmith.vocab_map import read_draft_vocab
 
-    vocab = json.loads(paths.require(paths.draft_vocab, "prepare").read_text(encoding="utf-8"))
-    ids = vocab["token_ids"]
-    config = draft_config(facts, recipe.train.draft, vocab["draft_vocab_size"], aux_layer_ids)
+    ids = read_draft_vocab(paths.require(paths.draft_vocab, "prepare"))
+    config = draft_config(facts, recipe.train.draft, None if ids is None else len(ids), aux_layer_ids)
     if recipe.train.draft.initial is None:
         draft = Draft(config)
         draft.initialise(head, ids, recipe.seed)

@@ -7,7 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -128,9 +128,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     file = folder / "metrics.jsonl"
     lines = []
     if file.exists():
-        for line in file.read_text(encoding="utf-8").splitlines():
-            try:
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(json.JSONDecodeError):
                 lines.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
     return lines
