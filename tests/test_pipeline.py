@@ -129,6 +129,14 @@ def test_redo_replaces_a_stage_whose_record_is_damaged(finished, tmp_path):
         assert draftsmith("export", "recipe.yaml", "--redo", cwd=copy).returncode == 0
 
 
+def test_a_run_that_was_moved_is_not_said_to_be_where_it_was(finished, tmp_path):
+    shutil.copytree(finished / "runs/tiny", tmp_path / "moved")
+    for more in ([], ["--json"]):
+        done = draftsmith("run", "recipe.yaml", f"run_dir={tmp_path / 'moved'}", *more, cwd=finished)
+        assert done.returncode == 0, done.stderr
+        assert "runs/tiny" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("stage", "file", "refused"),
     [

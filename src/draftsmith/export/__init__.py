@@ -59,7 +59,7 @@ def _export(format: str, recipe: Recipe, paths: RunPaths, facts: TargetFacts, dr
         check_identical(read, draft.config, shipped, aside)
         write_json(aside / MANIFEST, describe(format, recipe, paths, facts, draft, sorted(shipped), requires))
     return {
-        "folder": str(paths.export(format)),
+        "folder": str(paths.export(format).relative_to(paths.root)),  # a run may be moved
         "tensors": len(shipped),
         "bytes": (paths.export(format) / WEIGHTS).stat().st_size,
         "dtype": recipe.export.dtype,
@@ -71,6 +71,6 @@ def _summary(written: dict[str, dict[str, Any]], left_out: dict[str, str]) -> li
     lines = []
     for format, facts in written.items():
         size = f"{facts['tensors']} tensors, {facts['bytes'] / 1e6:.1f} MB {facts['dtype']}"
-        lines.append(f"{format}: {facts['folder']}, {size}; read back, and bit for bit what was trained")
+        lines.append(f"{format}: {facts['folder']} of the run, {size}; read back, and bit for bit what was trained")
         lines += [f"  needs {need}" for need in facts["requires"]]
     return lines + [f"{format}: left out, for it cannot hold this draft: {why}" for format, why in left_out.items()]
