@@ -27,6 +27,14 @@ def test_help_names_every_stage():
         (["train", "--nonsense", "a.yaml"], "--nonsense"),
         (["probe", "/no/such/folder"], "/no/such/folder"),
         (["report", "/no/such/folder"], "/no/such/folder: is not the folder of a run"),
+        (["store", "info", "/no/such/folder"], "'/no/such/folder' does not exist"),
+        (["store", "verify", "/no/such/folder"], "'/no/such/folder' does not exist"),
+        (["store", "repair", "/no/such/folder"], "'/no/such/folder' does not exist"),
+        (["store", "merge", "/no/such/folder", "--into", "x"], "'/no/such/folder' does not exist"),
+        (["store", "convert", "/no/such/folder", "--into", "x", "--codec", "fp8"], "'/no/such/folder' does not exist"),
+        (["store", "copy", "/no/such/folder", "file:///no/such/other"], "/no/such/folder: there is no such folder"),
+        (["store", "copy", "tests", "docs"], "`store merge FOLDER --into OTHER` copies between folders"),
+        (["store", "copy", "s3://a/b", "s3://a/c"], "copy to a folder first"),
     ],
 )
 def test_a_wrong_request_is_one_clear_line_and_exit_code_2(arguments, says):
@@ -52,7 +60,14 @@ def test_probe_for_people_says_not_found_where_the_configuration_is_silent(tiny_
     assert any("scoring_func" in line and "NOT FOUND" in line for line in done.stdout.splitlines())
 
 
-def test_an_interrupted_command_says_what_becomes_of_the_work(tiny_target, tmp_path):
+@pytest.mark.parametrize("command", ["draftsmith recipe", "draftsmith --help", "draftsmith train absent.yaml 2>&1"])
+def test_a_reader_that_goes_away_is_no_fault(command):
+    shell = f"{command.replace('draftsmith', f'{sys.executable} -m draftsmith')} | true"
+    assert subprocess.run(shell, shell=True, capture_output=True, text=True).stderr == ""
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_says_what_becomes_of_the_work(tiny_target, tmp_path, stop):
     command = [sys.executable, "-m", "draftsmith", "rehearse", str(tiny_target), "extract.engine=transformers"]
     process = subprocess.Popen(
         [*command, "--dir", str(tmp_path / "out")],
@@ -62,7 +77,7 @@ def test_an_interrupted_command_says_what_becomes_of_the_work(tiny_target, tmp_p
     )
     assert process.stderr is not None
     assert "build" in process.stderr.readline()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(stop)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "stopped at once" in said

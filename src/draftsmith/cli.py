@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -48,6 +49,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Unicode shows less, and nothing fails
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's word is Ctrl-C's
     try:
         code = app(standalone_mode=False) or 0  # where it does not stand alone, typer.Exit becomes a return value
         if code == INTERRUPTED:

@@ -46,6 +46,17 @@ def test_on_a_terminal_supervised_tokens_are_coloured(recipe: Recipe) -> None:
     assert [(span.start, span.end, span.style) for span in text.spans] == [(0, 10, "dim"), (10, 32, "bold green")]
 
 
+@pytest.mark.parametrize("setting", [{"NO_COLOR": "1"}, {"TERM": "dumb"}, {}])
+def test_on_a_terminal_without_colours_supervised_tokens_stand_between_brackets(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: dict[str, str]
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", **setting}.items():  # FORCE_COLOR: as on a terminal
+        monkeypatch.setenv(name, value)
+    show_samples(recipe, 1)
+    out = capsys.readouterr().out
+    assert ("⟦Thus [/b].<|im_end|>⟧" in out, "\x1b[" in out) == ((True, False) if setting else (False, True))
+
+
 def test_the_command_prints_samples(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True)))

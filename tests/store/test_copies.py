@@ -46,6 +46,33 @@ def test_a_folder_with_something_in_it_is_not_merged_into(tmp_path: Path) -> Non
         merge([part], other)
 
 
+def test_a_merge_that_broke_off_leaves_nothing_in_the_way_of_the_next(tmp_path: Path) -> None:
+    parts = [write_store(tmp_path / name, some_features(6)[first:][:3]) for name, first in (("a", 0), ("b", 3))]
+    shard = parts[1] / "shard-00000.safetensors"
+    whole = shard.read_bytes()
+    shard.unlink()
+    with pytest.raises(StoreError):
+        merge(parts, tmp_path / "whole")
+    shard.write_bytes(whole)
+    assert merge(parts, tmp_path / "whole")["samples"] == 6
+
+
+def test_a_store_is_not_converted_into_itself(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", some_features(2), codec="bf16")
+    with pytest.raises(RequestError) as caught:
+        convert(folder, tmp_path / "no" / ".." / "store", "bf16")
+    assert caught.value.hint == "name another folder"
+
+
+def test_a_codec_that_cannot_hold_the_states_is_refused_with_those_that_can(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", some_features(2), codec="fp32", dtype="float32")
+    with pytest.raises(RequestError) as caught:
+        convert(folder, tmp_path / "other", "lossless")
+    assert caught.value.where == "--codec"
+    assert set((caught.value.hint or "").removeprefix("choose ").split(", ")) == CODECS.keys() - {"lossless"}
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_converted_store_has_the_same_samples_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     folder = write_store(tmp_path / "bf16", some_features(), codec="bf16")
     convert(folder, tmp_path / "fp32", "fp32")

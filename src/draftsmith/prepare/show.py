@@ -20,7 +20,7 @@ _SUPERVISED, _CONTEXT = "bold green", "dim"
 def show_samples(recipe: Recipe, count: int) -> None:
     """Print the first samples of the corpus, or, before `prepare` was run, of the sources with the answers they have.
 
-    Supervised tokens are green on a terminal, and stand between ⟦ and ⟧ elsewhere.
+    Supervised tokens are green on a terminal that shows colours, and stand between ⟦ and ⟧ elsewhere.
 
     Raises:
         DataError: the sources are damaged.
@@ -32,10 +32,11 @@ def show_samples(recipe: Recipe, count: int) -> None:
     facts = read_facts_of_run(paths)
     chat = Chat(load_tokenizer(facts, recipe.target), facts, recipe.prepare)
     console = Console(soft_wrap=True, highlight=False)
+    in_colour = console.color_system is not None and not console.no_color  # TERM=dumb, NO_COLOR
     for sample in islice(_samples(recipe, paths, chat), count):
         supervised = sum(sample.loss_mask)
         console.rule(f"{sample.id} ({sample.split}): {len(sample.input_ids)} tokens, {supervised} supervised")
-        console.print(marked(sample, chat.tokenizer, in_colour=console.is_terminal))
+        console.print(marked(sample, chat.tokenizer, in_colour=in_colour))
 
 
 def _samples(recipe: Recipe, paths: RunPaths, chat: Chat) -> Iterator[Sample]:

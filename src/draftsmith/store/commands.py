@@ -14,7 +14,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="RUN/extract/store")]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="RUN/extract/store", exists=True, file_okay=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else")]
 
 
@@ -61,7 +61,9 @@ def _repair(folder: Folder, as_json: Json = False) -> None:
 
 @app.command("merge")
 def _merge(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER…", help="Stores of one target")],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER…", help="Stores of one target", exists=True, file_okay=False)
+    ],
     into: Annotated[Path, typer.Option(help="Folder to make; its shards are linked where that is possible")],
     as_json: Json = False,
 ) -> None:
@@ -98,5 +100,13 @@ def _copy(
     from draftsmith.store.objects import download, upload
 
     if ("://" in source) == ("://" in target):
-        raise RequestError("one of FROM and TO is a folder, and the other an address", where="store copy")
+        raise RequestError(
+            "one of FROM and TO is a folder, and the other an address",
+            where="store copy",
+            hint="copy to a folder first"
+            if "://" in source
+            else "`store merge FOLDER --into OTHER` copies between folders",
+        )
+    if "://" not in source and not Path(source).is_dir():
+        raise RequestError("there is no such folder", where=source, hint="RUN/extract/store is the store of a run")
     _print(download(source, Path(target)) if "://" in source else upload(Path(source), target), as_json)

@@ -12,7 +12,7 @@ from typing import Any
 
 from draftsmith.errors import RequestError, StoreError
 from draftsmith.progress import progress
-from draftsmith.rundir import sync_folder
+from draftsmith.rundir import atomic_folder
 from draftsmith.signals import check_stop, stop_requested
 from draftsmith.store.codec import CODECS
 from draftsmith.store.folder import LOCK, file_system, shard_name, sole_writer
@@ -46,14 +46,14 @@ def merge(folders: Sequence[Path], into: Path) -> dict[str, Any]:
     with sole_writer(into), file_system(into, "cannot be written"):
         if any(path.name != LOCK for path in into.iterdir()):
             raise RequestError("there is something in it", where=str(into), hint="name a folder that is not there yet")
-        for store in stores:
-            for entry in store.entries:
-                name = shard_name(len(entries))
-                _link_or_copy(store.folder / entry.shard, into / name)
-                entries.append(replace(entry, shard=name))
-        sync_folder(into)
-        write_ledger(into, entries)
-        write_manifest(into, first.manifest)
+        with atomic_folder(into) as aside:
+            for store in stores:
+                for entry in store.entries:
+                    name = shard_name(len(entries))
+                    _link_or_copy(store.folder / entry.shard, aside / name)
+                    entries.append(replace(entry, shard=name))
+            write_ledger(aside, entries)
+            write_manifest(aside, first.manifest)
     size = sum(entry.bytes for entry in entries)
     return {
         "samples": len(owner),
@@ -67,12 +67,20 @@ def convert(folder: Path, into: Path, codec: str) -> dict[str, Any]:
     """Write a store's samples into another, as `codec` encodes them. Goes on where it was stopped.
 
     Raises:
-        RequestError: there is no such codec.
-        StoreError: a shard is damaged, `into` is a store of something else, or the codec cannot hold these states.
+        RequestError: there is no such codec, it cannot hold these states, or `into` is the store itself.
+        StoreError: a shard is damaged, or `into` is a store of something else.
     """
     if codec not in CODECS:
         raise RequestError(f"there is no codec {codec}", where="--codec", hint=f"one of {', '.join(CODECS)}")
+    if into.resolve() == folder.resolve():
+        raise RequestError("is the store that is to be converted", where="--into", hint="name another folder")
     store = Store.open(folder)
+    if CODECS[codec].dtype not in (None, store.manifest.dtype):
+        raise RequestError(
+            f"{codec} holds states in {CODECS[codec].dtype}, and these are in {store.manifest.dtype}",
+            where="--codec",
+            hint=f"choose {', '.join(name for name, other in CODECS.items() if other.dtype is None)}",
+        )
     with (
         StoreWriter.open(into, replace(store.manifest, codec=codec), SHARD_BYTES) as writer,
         progress("convert", sum(store.lengths), "tokens", done=sum(writer.committed.values())) as bar,
