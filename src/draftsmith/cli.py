@@ -64,8 +64,6 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
-    except BrokenPipeError:
-        sys.exit(1)
     except Exception as error:  # noqa: BLE001 - the outermost frame: nothing carries on after it
         if hasattr(error, "format_message"):  # click's: the arguments do not fit
             print(f"error: {error.format_message()}\n  hint: see `draftsmith --help`", file=sys.stderr)
@@ -202,7 +200,7 @@ def evaluate(
     as_json: Json = False,
     redo: Redo = False,
     why: Annotated[bool, typer.Option("--why", help="Try other readings of a draft that accepts little")] = False,
-    draft: Annotated[Path | None, typer.Option(help="With --why: checkpoint of another draft than the run's")] = None,
+    draft: Annotated[Path | None, typer.Option(help="With --why: another draft, checkpoint or exported")] = None,
 ) -> None:
     """Acceptance length on held-out prompts, and proof that the output is unchanged."""
     if not why:
