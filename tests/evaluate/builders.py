@@ -70,21 +70,26 @@ def make_prompts(seed: int = 0) -> list[list[int]]:
 
 
 def build_world(folder: Path, training_steps: int = 120) -> World:
-    facts, target, model = open_target(folder)
+    facts, target, _ = open_target(folder)
     head = load_head(facts, CPU, torch.float32)
-    last_layer = decoder_layers(model, facts)[-1]
     texts = []
     for prompt in make_prompts():
         answer = greedy_decode(target, prompt, ANSWER_TOKENS, ())
-        states: list[torch.Tensor] = []
-        hook = last_layer.register_forward_hook(lambda layer, inputs, output, states=states: states.append(output[0]))
-        with torch.no_grad():
-            _, aux = target.read(prompt + answer, keep=1, cached=False)
-        hook.remove()
-        texts.append(Text(prompt, answer, aux, states[0]))
+        texts.append(read_text(facts, target, prompt, answer))
     untrained, trained = (make_draft(facts, head, seen_ids(texts)) for _ in range(2))
     learn_by_heart(trained, head, texts, training_steps)
     return World(facts, head, target, texts, untrained, trained)
+
+
+def read_text(facts: TargetFacts, target: GreedyTarget, prompt: list[int], answer: list[int]) -> Text:
+    """A text with the target's states."""
+    states: list[torch.Tensor] = []
+    last_layer = decoder_layers(target.model, facts)[-1]
+    hook = last_layer.register_forward_hook(lambda layer, inputs, output: states.append(output[0]))
+    with torch.no_grad():
+        _, aux = target.read(prompt + answer, keep=1, cached=False)
+    hook.remove()
+    return Text(prompt, answer, aux, states[0])
 
 
 def seen_ids(texts: list[Text]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,17 @@ from draftsmith.evaluate import why
 from draftsmith.evaluate.diagnose import Recorded, cause, diagnose
 from draftsmith.evaluate.offline import target_top1
 from draftsmith.recipe import Draft as DraftSettings
-from tests.evaluate.builders import STEPS, World, build_run, learn_by_heart, make_recipe, open_target, seen_ids
+from tests.evaluate.builders import (
+    STEPS,
+    World,
+    build_run,
+    learn_by_heart,
+    make_draft,
+    make_recipe,
+    open_target,
+    read_text,
+    seen_ids,
+)
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +143,41 @@ def test_a_run_is_asked_for_the_reason(world, plain, tmp_path):
     assert kept == json.loads(json.dumps({name: value for name, value in report.items() if name != "summary"}))
 
 
-def test_words_that_are_not_the_targets_are_noted(world, tmp_path):
-    others = replace(world, texts=[replace(text, answer=text.answer[::-1]) for text in world.texts])
-    paths = build_run(others, tmp_path)
-    assert "of the recorded answers' tokens are the target's own top-1" in " ".join(
-        why(make_recipe(paths), paths)["notes"]
-    )
+def another_writer(world: World) -> World:
+    """The same prompts with answers that the target would not give, and a draft that knows those by heart."""
+    texts = [read_text(world.facts, world.target, text.prompt, text.answer[::-1]) for text in world.texts]
+    draft = make_draft(world.facts, world.head, seen_ids(world.texts))
+    learn_by_heart(draft, world.head, texts, steps=80)
+    return replace(world, texts=texts, trained=draft.eval())
+
+
+def test_a_draft_of_another_writers_answers_is_found(world: World, tmp_path: Path) -> None:
+    paths = build_run(another_writer(world), tmp_path)
+    report = why(make_recipe(paths), paths)
+    assert report["cause"] == "trained on answers that are not the target's own"
+    assert report["own_answers"]["lift"] < -0.3
+    assert "of the recorded answers' tokens are the target's own top-1" in " ".join(report["notes"])
+    assert "prepare.regenerate" in report["summary"][-1]
+
+
+def test_a_draft_of_the_targets_own_answers_is_cleared_on_anothers(world: World, tmp_path: Path) -> None:
+    """It accepts little on the recorded answers, which are at fault and not the draft."""
+    paths = build_run(replace(another_writer(world), trained=world.trained), tmp_path)
+    report = why(make_recipe(paths), paths)
+    assert report["cause"] is None
+    assert report["own_answers"]["lift"] > 0.3
+    assert any("answers that the target writes itself" in line for line in report["summary"])
+
+
+def test_the_target_is_not_asked_for_answers_where_the_recorded_are_its_own(world: World, tmp_path: Path) -> None:
+    paths = build_run(world, tmp_path)
+    assert why(make_recipe(paths), paths)["own_answers"] is None
+
+
+def test_states_that_the_target_does_not_compute_are_found(world: World, tmp_path: Path) -> None:
+    """As if the engine that recorded them had run the model otherwise; the draft was trained on what it gave."""
+    texts = [replace(text, aux=text.aux.flip(-1) * 3) for text in world.texts]
+    draft = make_draft(world.facts, world.head, seen_ids(texts))
+    learn_by_heart(draft, world.head, texts, steps=80)
+    paths = build_run(replace(world, texts=texts, trained=draft.eval()), tmp_path)
+    assert why(make_recipe(paths), paths)["cause"] == "states as transformers 5 recorded them"

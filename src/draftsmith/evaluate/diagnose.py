@@ -15,10 +15,13 @@ import numpy as np
 import torch
 
 from draftsmith.draft.model import Draft
-from draftsmith.evaluate.offline import replay
+from draftsmith.evaluate.offline import Replay, replay
 from draftsmith.records import TargetFacts
 
+Counts = Any  # float64 [texts, 2]: drafted tokens accepted, summed over the slots of each text, and its slots
+
 DRAWS = 2000
+CHANCE = 0.05
 DEFAULT_ROPE_THETA = 10000.0  # what engines take where a draft's configuration says nothing
 
 
@@ -46,9 +49,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a reading accepts: drafted tokens of K, on the mean over slots; and how much more than the draft as it is.
+    """What is accepted after a change: drafted tokens of K, on the mean over slots; and how much more than before it.
 
-    The interval of the lift is so wide that by chance one trial in twenty runs has any of its intervals miss.
+    The interval of the lift is so wide that by chance one of twenty sets of trials has any of its intervals miss.
     """
 
     name: str
@@ -67,24 +70,31 @@ def diagnose(draft: Draft, facts: TargetFacts, texts: Sequence[Recorded], steps:
     """
     readings = list(_readings(draft, facts, texts))
     counts = [_count(reading, texts, steps) for reading in readings]  # each [texts, 2]
-    owner = np.unique([text.conversation_id for text in texts], return_inverse=True)[1]
-    chance = 0.05 / max(1, len(readings) - 1)
-    before, slots = counts[0].T
+    owners = [text.conversation_id for text in texts]
+    chance = CHANCE / max(1, len(readings) - 1)
     return [
-        Trial(
-            reading.name,
-            reading.remedy,
-            accepted=float(accepted.sum() / slots.sum()),
-            lift=float((accepted - before).sum() / slots.sum()),
-            interval=_interval(accepted - before, slots, owner, chance),
-        )
-        for reading, (accepted, _) in zip(readings, (count.T for count in counts), strict=True)
+        compared(reading.name, reading.remedy, counts[0], found, owners, chance)
+        for reading, found in zip(readings, counts, strict=True)
     ]
 
 
+def compared(
+    name: str, remedy: str, before: Counts, after: Counts, owners: Sequence[str], chance: float = CHANCE
+) -> Trial:
+    """What is accepted after a change, and how much more than before it.
+
+    Args:
+        owners: the conversation of each text.
+        chance: that the interval misses.
+    """
+    owner = np.unique(owners, return_inverse=True)[1]
+    accepted, lift = _rate(after.sum(0)), _rate(after.sum(0)) - _rate(before.sum(0))
+    return Trial(name, remedy, float(accepted), float(lift), _interval(before, after, owner, chance))
+
+
 def cause(trials: Sequence[Trial]) -> Trial | None:
-    """The reading that accepts most, if chance does not explain that it accepts more than the draft as it is."""
-    most = max(trials, key=lambda trial: trial.accepted)
+    """The trial that lifts acceptance most, if chance does not explain that it does."""
+    most = max(trials, key=lambda trial: trial.lift)
     return most if most.interval and most.interval[0] > 0 else None
 
 
@@ -141,24 +151,36 @@ def _with_offsets(draft: Draft) -> Draft:
     return other
 
 
-def _count(reading: Reading, texts: Sequence[Recorded], steps: int) -> Any:
-    """Drafted tokens accepted, summed over the slots of each text, and its slots: float64 [texts, 2]."""
+def _count(reading: Reading, texts: Sequence[Recorded], steps: int) -> Counts:
     draft = reading.draft()
     counts = []
     for text in texts:
         aux = text.aux[reading.shift].flip(-2) if reading.backwards else text.aux[reading.shift]
-        found = replay(draft, text.input_ids, text.loss_mask, aux, text.top1, steps)
-        counts.append((sum(found.joint), found.slots))
+        counts.append(accepted_in(replay(draft, text.input_ids, text.loss_mask, aux, text.top1, steps)))
     return np.array(counts, dtype=np.float64)
 
 
-def _interval(lifts: Any, slots: Any, owner: Any, chance: float) -> tuple[float, float] | None:
-    """Percentile bootstrap over whole conversations of Σ lifts / Σ slots."""
+def accepted_in(found: Replay) -> tuple[int, int]:
+    """Drafted tokens accepted, summed over the slots of a text, and its slots."""
+    return sum(found.joint), found.slots
+
+
+def _interval(before: Counts, after: Counts, owner: Any, chance: float) -> tuple[float, float] | None:
+    """Percentile bootstrap of the difference, over whole conversations."""
     conversations = int(owner.max()) + 1
     if conversations < 2:
         return None
-    by_lift, by_slots = (np.bincount(owner, weights=values) for values in (lifts, slots))
     draws = np.random.default_rng(0).integers(conversations, size=(DRAWS, conversations))
-    rates = by_lift[draws].sum(1) / np.maximum(by_slots[draws].sum(1), 1)
-    low, high = np.quantile(rates, [chance / 2, 1 - chance / 2])
+    rates = [_rate(_by_owner(counts, owner)[draws].sum(1)) for counts in (before, after)]
+    low, high = np.quantile(rates[1] - rates[0], [chance / 2, 1 - chance / 2])
     return float(low), float(high)
+
+
+def _by_owner(counts: Counts, owner: Any) -> Counts:
+    """[texts, 2] → [conversations, 2]"""
+    return np.stack([np.bincount(owner, weights=column) for column in counts.T], axis=-1)
+
+
+def _rate(counts: Any) -> Any:
+    """Accepted tokens a slot: [..., 2] → [...]"""
+    return counts[..., 0] / np.maximum(counts[..., 1], 1)

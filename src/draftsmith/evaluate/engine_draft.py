@@ -1,0 +1,144 @@
+"""A draft's folder as an engine reads it, and where that, its manifest and the target contradict one another.
+
+Where config.json is silent, each value is what vLLM takes for it (vLLM 0.32 `configs/speculators/algos.py` and
+`models/llama_eagle3.py`), however the draft was trained: it is the draft as it is served that accepts little.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from draftsmith.draft.config import DraftConfig
+from draftsmith.draft.files import CONFIG, EMBEDDING, WEIGHTS
+from draftsmith.draft.model import Draft
+from draftsmith.draft.names import SGLANG, from_sglang, from_vllm, rename_all
+from draftsmith.errors import CheckpointError
+from draftsmith.layers import default_aux_layer_ids
+from draftsmith.records import TargetFacts
+from draftsmith.target import TargetHead
+
+MANIFEST = "draftsmith.json"
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_SAME_TARGET = ("config_sha256", "weights_sha256", "tokenizer_sha256", "template_sha256", "quantization", "dtype")
+
+
+def is_for_engines(folder: Path) -> bool:
+    """Whether it is an exported or published draft, not a checkpoint."""
+    return (folder / CONFIG).exists() and "architectures" in _read_json(folder / CONFIG)
+
+
+def load_engine_draft(folder: Path, facts: TargetFacts, head: TargetHead) -> tuple[Draft, list[str]]:
+    """The draft as vLLM would run it, and what is known to be wrong without running it.
+
+    Raises:
+        CheckpointError: the files are damaged, or are no draft for this target; names what differs.
+    """
+    root = _read_json(folder / CONFIG)
+    config, silent = _config(root, facts, folder)
+    _refuse_other_shape(config, facts, folder)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot be read: {error}", where=str(folder / WEIGHTS)) from error
+    rename = from_sglang if any(name.startswith(SGLANG) for name in tensors) else from_vllm
+    tensors = rename_all(tensors, rename)
+    draft = Draft(config)
+    tensors = {EMBEDDING: head.embedding.detach(), **tensors}
+    wrong = [
+        f"{name}: {'not in the weights' if name not in tensors else 'of another shape than config.json says'}"
+        for name, value in draft.state_dict().items()
+        if name != "t2d" and (name not in tensors or tensors[name].shape != value.shape)
+    ]
+    if wrong:
+        raise CheckpointError("; ".join(wrong), where=str(folder), hint="an engine refuses it, or runs random weights")
+    unread = sorted(tensors.keys() - draft.state_dict().keys())
+    draft.load_state_dict({name: x for name, x in tensors.items() if name not in unread}, assign=True, strict=False)
+    found = silent + [f"the weights hold {name}, which config.json has no place for" for name in unread]
+    return draft.to(head.embedding.device).requires_grad_(False), found + _against_manifest(folder, config, facts)
+
+
+def _config(root: dict[str, Any], facts: TargetFacts, folder: Path) -> tuple[DraftConfig, list[str]]:
+    """The shape as vLLM reads it, and what it has to assume."""
+    speculators = "transformer_layer_config" in root
+    layer = root["transformer_layer_config"] if speculators else root
+    rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    said = {
+        "aux_layer_ids": root.get("eagle_aux_hidden_state_layer_ids"),
+        "norm_before_residual": root.get("norm_before_residual"),
+        "rope_theta": rope.pop("rope_theta", layer.get("rope_theta")),
+    }
+    defaults = {
+        "aux_layer_ids": default_aux_layer_ids(facts.num_hidden_layers or 0),
+        "norm_before_residual": speculators,
+        "rope_theta": 10000.0,
+    }
+    silent = {name: defaults[name] for name, value in said.items() if value is None}
+    heads = layer.get("num_attention_heads")
+    values = {field.name: layer.get(field.name) for field in dataclasses.fields(DraftConfig)} | {
+        "draft_vocab_size": root.get("draft_vocab_size") or layer.get("vocab_size"),
+        "target_hidden_size": root.get("target_hidden_size") or layer.get("hidden_size"),
+        "num_key_value_heads": layer.get("num_key_value_heads") or heads,
+        "head_dim": layer.get("head_dim") or (layer.get("hidden_size") or 0) // (heads or 1),
+        "norm_before_fc": bool((root.get("eagle_config") or {}).get("norm_before_fc", root.get("norm_before_fc"))),
+        "fc_norm": bool(root.get("fc_norm")),
+        "norm_output": bool(root.get("norm_output")),
+        **said,
+        **silent,
+        "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
+    }
+    if absent := [name for name, value in values.items() if value is None and name != "rope_scaling"]:
+        raise CheckpointError(f"does not say {', '.join(absent)}", where=str(folder / CONFIG))
+    assumed = [f"config.json does not say {name}: vLLM takes {json.dumps(value)}" for name, value in silent.items()]
+    return DraftConfig.from_json(values), assumed
+
+
+def _refuse_other_shape(config: DraftConfig, facts: TargetFacts, folder: Path) -> None:
+    wrong = [
+        f"{name} is {there}, the target's is {own}"
+        for name, there, own in (
+            ("target_hidden_size", config.target_hidden_size, facts.hidden_size),
+            ("vocab_size", config.vocab_size, facts.vocab_size),
+        )
+        if there != own
+    ]
+    last = facts.num_hidden_layers or 0
+    wrong += [f"layer id {id} is not one of {last} layers" for id in config.aux_layer_ids if not 1 <= id <= last]
+    if wrong:
+        raise CheckpointError(
+            "was made for another target: " + "; ".join(wrong), where=str(folder / CONFIG), hint="give its own target"
+        )
+
+
+def _against_manifest(folder: Path, config: DraftConfig, facts: TargetFacts) -> list[str]:
+    """What config.json and the target say otherwise than the manifest of the export, where there is one."""
+    if not (folder / MANIFEST).exists():
+        return []
+    manifest = _read_json(folder / MANIFEST)
+    found = []
+    trained, read = manifest.get("draft", {}), config.to_json()
+    for name in read:
+        there, own = (json.loads(json.dumps(of.get(name))) for of in (read, trained))
+        if name in trained and there != own:
+            found.append(f"config.json says {name} {json.dumps(there)}, it was trained with {json.dumps(own)}")
+    target = manifest.get("target", {})
+    for name in _SAME_TARGET:
+        there, own = target.get(name), getattr(facts, name)
+        if name in target and there != own:
+            found.append(f"it was trained for a target of {name} {json.dumps(there)}, this one has {json.dumps(own)}")
+    return found
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot be read: {error}", where=str(file)) from error
+    if not isinstance(data, dict):
+        raise CheckpointError("is not a mapping", where=str(file))
+    return data
