@@ -159,7 +159,7 @@ def test_a_file_that_is_not_what_its_stage_wrote_is_refused_by_name(finished, st
     finally:
         path.write_bytes(written)
     assert done.returncode == 2
-    assert f"{stage}/{file}: damaged or changed since it was written" in done.stderr
+    assert f"{stage}/{file}: damaged, changed or removed since it was written" in done.stderr
     assert f"`draftsmith {stage} RECIPE --redo`" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -209,7 +209,7 @@ def _refuse_damage(stage: str, name: str, paths: RunPaths) -> None:
     there = hash_outputs(paths, name) if recorded else {}
     if differing := [f"{name}/{file}" for file, digest in recorded.items() if there.get(file) != digest]:
         raise StaleError(
-            f"{', '.join(differing)}: damaged or changed since it was written",
+            f"{', '.join(differing)}: damaged, changed or removed since it was written",
             where=stage,
             hint=f"restore it from a copy, or make it anew with `draftsmith {name} RECIPE --redo`",
         )

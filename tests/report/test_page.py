@@ -202,7 +202,7 @@ def test_hostile_text_is_text(finished, copy):
     assert HOSTILE in [th.text for th in page.by_id("data").all("th")]
     assert HOSTILE in [pre.text for pre in page.by_id("pipeline").all("pre")]
     assert any(title.text.startswith(f"{HOSTILE}, trained") for title in page.by_id("acceptance").all("title"))
-    assert str(finished) in page.by_id("compared").all("h2")[0].text
+    assert str(finished) in page.by_id("compared").text
 
 
 # ---- the document --------------------------------------------------------------------------------------------------
@@ -296,6 +296,16 @@ def test_two_runs_are_set_side_by_side_with_differences(finished, copy):
     before = f"{decoded['mean_acceptance_length'] - 0.5:.2f}"
     assert [td.text.split()[0] for td in row.all("td")] == [f"{decoded['mean_acceptance_length']:.2f}", before, "+0.50"]
     assert "prepare.sources.0.limit: 14 → 99" in section.text
+
+
+def test_a_comparison_calls_both_runs_by_their_names_even_where_their_folders_share_one(finished, copy, tmp_path):
+    first, second = (shutil.copytree(finished, tmp_path / name / "run") for name in ("new", "old"))
+    for one, other, names in ((first, second, ("new/run", "old/run")), (first, copy, ("run", copy.name))):
+        report = write_report(one, other)
+        section = parse(Path(report["page"]).read_text()).by_id("compared")
+        heads = [th.text for th in section.all("tr")[0].all("th")]
+        assert heads == ["Figure", *names, f"{names[0]} minus {names[1]}"]
+        assert report["summary"][1].split() == " ".join(heads[1:]).split()
 
 
 def test_a_run_without_figures_can_be_compared(finished, copy):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from draftsmith import engine_server
@@ -53,7 +54,8 @@ def test_the_speedup_is_a_figure_of_the_run_with_its_interval(copy):
     assert any(f"speed-up, {name}" in line and "95 %" in line for line in report["summary"])
 
 
-def test_serving_is_measured_on_top_of_a_finished_run_and_shown(copy, monkeypatch):
+def test_serving_is_measured_on_top_of_a_finished_run_and_shown(finished, tmp_path, monkeypatch):
+    copy = shutil.copytree(finished, tmp_path / "copy")
     monkeypatch.setattr(engine_server, "_SETTLE_SECONDS", 0.001)
     before = (copy / "evaluate/acceptance.json").read_bytes()
     tree = (recorded_recipe(read_run(copy)) or {}) | {"run_dir": str(copy)}

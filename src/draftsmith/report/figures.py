@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from draftsmith.pipeline import differences
@@ -131,6 +132,13 @@ def compare(this: RunRecord, other: RunRecord) -> dict[str, Compared]:
         of = ours.get(name) or theirs[name]
         found[name] = Compared(of.label, of.unit, ours.get(name), theirs.get(name))
     return found
+
+
+def names_apart(this: RunRecord, other: RunRecord) -> tuple[str, str]:
+    """What to call two runs: their folders' names, with as many of the folders above as it takes to tell them apart."""
+    ours, theirs = this.root.resolve().parts, other.root.resolve().parts
+    taken = next((n for n in range(1, len(ours)) if ours[-n:] != theirs[-n:]), len(ours))
+    return str(Path(*ours[-taken:])), str(Path(*theirs[-taken:]))
 
 
 def settings_that_differ(this: RunRecord, other: RunRecord) -> list[str]:

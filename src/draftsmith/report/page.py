@@ -23,6 +23,7 @@ from draftsmith.report.figures import (
     figures,
     interval,
     is_number,
+    names_apart,
     per_step,
     prompt_set,
     say,
@@ -73,6 +74,7 @@ def render(run: RunRecord, other: RunRecord | None, recipe: Path | None, made: d
         compared=compare(run, other) if other else {},
         settings=settings_that_differ(run, other) if other else [],
         other=other,
+        names=names_apart(run, other) if other else (),
         recipe=as_yaml(tree) if tree else None,
         command=lambda stage, *more: command(stage, recipe, *more),
     )

@@ -95,7 +95,7 @@ class _Reader:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self._note(path, f"damaged: {error}")
             return {}
         if not isinstance(data, dict):
@@ -136,7 +136,7 @@ class _Reader:
 def _json_object(text: str) -> dict[str, Any] | None:
     try:
         data = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from draftsmith.report.figures import Figure, compare, figures, say, settings_that_differ
+from draftsmith.report.figures import Figure, compare, figures, names_apart, say, settings_that_differ
 from draftsmith.report.record import RunRecord
 
 
@@ -44,14 +44,16 @@ def summary_lines(run: RunRecord, other: RunRecord | None, page: Path) -> list[s
 
 
 def _compared_lines(run: RunRecord, other: RunRecord) -> list[str]:
-    rows = [("", "this run", str(other.root), "difference")]
+    name, other_name = names_apart(run, other)
+    rows = [("", name, other_name, f"{name} minus {other_name}")]
     for one in compare(run, other).values():
         difference = "" if one.difference is None else say(one.difference, one.unit, signed=True)
         rows.append((one.label, _value(one.this), _value(one.other), difference))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines += [f"  damaged in {other.root}: {problem}" for problem in other.damaged]
-    return [line.rstrip() for line in lines] + [f"  set otherwise: {text}" for text in settings_that_differ(run, other)]
+    lines += [f"  damaged in {other_name}: {problem}" for problem in other.damaged]
+    lines += [f"  differs, in {other_name} → in {name}: {text}" for text in settings_that_differ(run, other)]
+    return [line.rstrip() for line in lines]
 
 
 def _value(one: Figure | None) -> str:
