@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.draft.engine_draft import is_for_engines, load_engine_draft
 from draftsmith.errors import CheckpointError
 from draftsmith.evaluate import why
-from draftsmith.evaluate.engine_draft import is_for_engines, load_engine_draft
 from draftsmith.export import run as export
 from draftsmith.rundir import RunPaths
 from tests.evaluate.builders import World, build_run, make_recipe

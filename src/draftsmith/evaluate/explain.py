@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from draftsmith.draft.engine_draft import is_for_engines, load_engine_draft
 from draftsmith.draft.files import load_draft
 from draftsmith.draft.model import Draft
 from draftsmith.evaluate.diagnose import Recorded, Trial, accepted_in, cause, compared, diagnose
-from draftsmith.evaluate.engine_draft import is_for_engines, load_engine_draft
 from draftsmith.evaluate.held_out import HeldOut, first_prompt, open_held_out, open_target
 from draftsmith.evaluate.offline import replay, target_top1
 from draftsmith.evaluate.renderings import FirstTurn, Prompts, count, renderings, try_renderings
