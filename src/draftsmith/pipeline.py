@@ -227,6 +227,9 @@ def _files(stage: str, recipe: Recipe) -> dict[str, str]:
         outside = [source.path for source in recipe.prepare.sources if source.format != "dataset"]
         outside += [recipe.prepare.chat_template] if recipe.prepare.chat_template else []
         return {path: hash_file(Path(path)) for path in outside if Path(path).is_file()}
+    if stage == "train" and recipe.train.draft.initial is not None:
+        weights = sorted(Path(recipe.train.draft.initial).glob("*.safetensors"))
+        return {f"{file.parent}/{file.name}": hash_file(file) for file in weights}
     return {}
 
 

@@ -162,7 +162,7 @@ class Extract(Section):
 
 
 class Draft(Section):
-    """The draft's shape. What is null follows the target."""
+    """The draft's shape. What is null follows the target, or the draft to go on from."""
 
     num_attention_heads: PositiveInt | None = None
     num_key_value_heads: PositiveInt | None = None
@@ -172,7 +172,9 @@ class Draft(Section):
     norm_before_fc: bool = Field(True, description="One RMSNorm over the concatenated auxiliary states")
     fc_norm: bool = Field(False, description="One RMSNorm per auxiliary state (EAGLE-3.1)")
     norm_output: bool = Field(True, description="Feed the normed output back to the next step (EAGLE-3.1)")
-    initial: str | None = Field(None, description="Checkpoint to start from, such as RUN/train/checkpoints/final")
+    initial: str | None = Field(
+        None, description="Draft to go on from: RUN/train/checkpoints/final, RUN/export/vllm, or a published one"
+    )
 
 
 class Train(Section):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,14 @@ import torch
 
 from draftsmith.draft.files import load_draft, save_draft
 from draftsmith.draft.model import Draft
-from draftsmith.errors import RequestError
+from draftsmith.draft.names import rename_all, to_sglang
+from draftsmith.errors import CheckpointError, DataError, RequestError
+from draftsmith.export.formats import sglang_config, tensors_to_ship, write_folder, write_vllm
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import parse
 from draftsmith.rundir import RunPaths, write_json
 from draftsmith.target import load_head
-from draftsmith.train import _first_draft
+from draftsmith.train.initial import first_draft as first_draft_of
 from tests.train.builders import AUX_LAYER_IDS, DRAFT_IDS
 
 
@@ -27,7 +30,7 @@ def first_draft(run: Path, target: Path, **settings: Any) -> Draft:
     )
     recipe = parse({"name": "t", "target": {"model": str(target)}, "train": {"draft": settings}})
     head = load_head(facts, torch.device("cpu"), torch.float32)
-    return _first_draft(recipe, paths, facts, head, AUX_LAYER_IDS)
+    return first_draft_of(recipe, paths, facts, head, AUX_LAYER_IDS)[0]
 
 
 @pytest.fixture
@@ -49,14 +52,62 @@ def test_training_goes_on_from_an_earlier_draft_in_float32(tmp_path: Path, tiny_
         assert weight.requires_grad == (name != "embed_tokens.weight")
 
 
-def test_an_earlier_draft_of_another_shape_or_vocabulary_is_refused(
+def test_an_earlier_draft_of_another_shape_is_refused_with_the_settings_to_give(
     tmp_path: Path, tiny_target: Path, earlier: Path
 ) -> None:
-    with pytest.raises(RequestError, match="another shape or vocabulary"):
+    with pytest.raises(RequestError, match=r"another shape than this run's draft: train\.draft\.norm_output=true"):
         first_draft(tmp_path, tiny_target, initial=str(earlier), norm_output=False)
+    with pytest.raises(RequestError, match="there is no such folder"):
+        first_draft(tmp_path, tiny_target, initial=str(tmp_path / "nowhere"))
+
+
+def test_an_earlier_draft_keeps_its_vocabulary(tmp_path: Path, tiny_target: Path, earlier: Path) -> None:
     head = load_head(read_facts(str(tiny_target)), torch.device("cpu"), torch.float32)
     other = load_draft(earlier, head)
     other.d2t[-1] += 1
     save_draft(earlier, other)
-    with pytest.raises(RequestError, match="another shape or vocabulary"):
-        first_draft(tmp_path, tiny_target, initial=str(earlier))
+    draft = first_draft(tmp_path, tiny_target, initial=str(earlier))
+    assert draft.d2t.equal(other.d2t)
+
+
+def write_flat(folder: Path, target: Path, draft: Draft, **tensors: torch.Tensor) -> None:
+    """A draft as SGLang and the published ones have it, whose weights hold `tensors` too."""
+    facts = read_facts(str(target))
+    shipped = {**tensors_to_ship(draft, torch.bfloat16), **tensors}
+    write_folder(folder, sglang_config(draft.config, torch.bfloat16, facts), rename_all(shipped, to_sglang))
+
+
+def test_training_goes_on_from_a_draft_in_an_engines_format(tmp_path: Path, tiny_target: Path, earlier: Path) -> None:
+    facts = read_facts(str(tiny_target))
+    head = load_head(facts, torch.device("cpu"), torch.float32)
+    trained = load_draft(earlier, head)
+    write_vllm(tmp_path / "vllm", trained, torch.bfloat16, "target", facts, 3)
+    write_flat(tmp_path / "flat", tiny_target, trained, **{"embed_tokens.weight": head.embedding.bfloat16()})
+    (tmp_path / "flat/config.json").write_text(  # rotary frequencies of its own
+        (tmp_path / "flat/config.json")
+        .read_text()
+        .replace(f'"rope_theta": {trained.config.rope_theta}', '"rope_theta": 500.0')
+    )
+    for name, theta in (("vllm", trained.config.rope_theta), ("flat", 500.0)):
+        draft = first_draft(tmp_path, tiny_target, initial=str(tmp_path / name))
+        assert draft.config == dataclasses.replace(trained.config, rope_theta=theta)
+        for key, weight in draft.named_parameters():
+            assert weight.requires_grad == (key != "embed_tokens.weight")
+            assert torch.equal(weight, trained.get_parameter(key).float()), key
+        assert (draft.d2t.equal(trained.d2t), draft.t2d.equal(trained.t2d)) == (True, True)
+
+
+def test_a_draft_whose_embedding_was_trained_is_refused(tmp_path: Path, tiny_target: Path, earlier: Path) -> None:
+    head = load_head(read_facts(str(tiny_target)), torch.device("cpu"), torch.float32)
+    other = head.embedding.bfloat16() + 1
+    write_flat(tmp_path / "flat", tiny_target, load_draft(earlier, head), **{"embed_tokens.weight": other})
+    with pytest.raises(CheckpointError, match="embedding that is not the target's"):
+        first_draft(tmp_path, tiny_target, initial=str(tmp_path / "flat"))
+
+
+def test_a_draft_whose_map_is_none_is_refused(tmp_path: Path, tiny_target: Path, earlier: Path) -> None:
+    head = load_head(read_facts(str(tiny_target)), torch.device("cpu"), torch.float32)
+    draft = load_draft(earlier, head)
+    write_flat(tmp_path / "flat", tiny_target, draft, d2t=draft.d2t + torch.arange(len(draft.d2t)))
+    with pytest.raises(DataError, match="d2t seems to hold target ids"):
+        first_draft(tmp_path, tiny_target, initial=str(tmp_path / "flat"))

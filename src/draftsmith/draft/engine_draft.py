@@ -137,7 +137,7 @@ def _against_manifest(folder: Path, config: DraftConfig, facts: TargetFacts) -> 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot be read: {error}", where=str(file)) from error
     if not isinstance(data, dict):
         raise CheckpointError("is not a mapping", where=str(file))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import Any
 
 from draftsmith.recipe import Recipe
 from draftsmith.rundir import RunPaths
-
-if TYPE_CHECKING:
-    from draftsmith.draft.model import Draft
-    from draftsmith.records import TargetFacts
-    from draftsmith.target import TargetHead
 
 LEAST_BALANCE = 0.8  # below it, the report says so
 
@@ -25,6 +21,7 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     from draftsmith.store.shards import Store
     from draftsmith.target import load_head, pick_dtype, read_facts_of_run
     from draftsmith.train.checkpoint import draft_tensors
+    from draftsmith.train.initial import first_draft
     from draftsmith.train.loop import Trainer
     from draftsmith.train.ranks import Ranks, device_of_rank
 
@@ -34,8 +31,10 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     expected = {**identity(facts), "final_norm_applied": False}
     store = Store.open(paths.require(paths.store, "extract"), expect=expected)
     head = load_head(facts, device, pick_dtype("auto", facts, device))
-    draft = _first_draft(recipe, paths, facts, head, store.manifest.aux_layer_ids)
+    draft, notes = first_draft(recipe, paths, facts, head, store.manifest.aux_layer_ids)
     if ranks.is_first:
+        for note in notes:
+            print(f"train: {note}", file=sys.stderr)
         save_draft(paths.checkpoints / "initial", draft)
     trainer = Trainer(
         settings=recipe.train,
@@ -57,39 +56,10 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     trained = {name: tensor.cpu() for name, tensor in whole if ranks.is_first}
     if ranks.is_first:
         write_draft(paths.checkpoints / "final", draft.config, trained)
-    return _report(trainer, validation)
+    return _report(trainer, validation, notes)
 
 
-def _first_draft(
-    recipe: Recipe, paths: RunPaths, facts: TargetFacts, head: TargetHead, aux_layer_ids: tuple[int, ...]
-) -> Draft:
-    """The draft before training: float32 masters, from the target's head or from a draft that was trained before."""
-    from pathlib import Path
-
-    from draftsmith.draft.config import draft_config
-    from draftsmith.draft.files import load_draft
-    from draftsmith.draft.model import Draft
-    from draftsmith.errors import RequestError
-    from draftsmith.vocab_map import read_draft_vocab
-
-    ids = read_draft_vocab(paths.require(paths.draft_vocab, "prepare"))
-    config = draft_config(facts, recipe.train.draft, None if ids is None else len(ids), aux_layer_ids)
-    if recipe.train.draft.initial is None:
-        draft = Draft(config)
-        draft.initialise(head, ids, recipe.seed)
-        return draft.to(head.embedding.device)
-    draft = load_draft(Path(recipe.train.draft.initial), head).float()
-    there = draft.draft_ids
-    if draft.config != config or (there is not None and there.tolist() != ids):
-        raise RequestError(
-            "has another shape or vocabulary than this run's draft",
-            where=recipe.train.draft.initial,
-            hint="use the run's own draft_vocab.json and train.draft settings for both",
-        )
-    return draft
-
-
-def _report(trainer: Any, validation: dict[str, float]) -> dict[str, Any]:
+def _report(trainer: Any, validation: dict[str, float], notes: list[str]) -> dict[str, Any]:
     parameters = dict(trainer.draft.named_parameters())
     trained = {name: p.numel() for name, p in parameters.items() if p.requires_grad}
     steps = trainer.total_steps
@@ -102,6 +72,7 @@ def _report(trainer: Any, validation: dict[str, float]) -> dict[str, Any]:
         "trained": sorted(trained),
         "frozen": sorted(parameters.keys() - trained.keys()),
         "validation": validation,
+        "initial": notes,
     }
     lines = [
         f"train     {steps:,} steps over {report['train_tokens']:,} tokens, {report['trained_parameters']:,} weights"
