@@ -12,6 +12,7 @@ from draftsmith.draft.model import Draft
 from draftsmith.draft.names import rename_all, to_sglang
 from draftsmith.errors import CheckpointError, DataError, RequestError
 from draftsmith.export.formats import sglang_config, tensors_to_ship, write_folder, write_vllm
+from draftsmith.pipeline import _files
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import parse
 from draftsmith.rundir import RunPaths, write_json
@@ -74,6 +75,7 @@ def write_flat(folder: Path, target: Path, draft: Draft, **tensors: torch.Tensor
     """A draft as SGLang and the published ones have it, whose weights hold `tensors` too."""
     facts = read_facts(str(target))
     shipped = {**tensors_to_ship(draft, torch.bfloat16), **tensors}
+    del shipped["t2d"]  # which no engine reads
     write_folder(folder, sglang_config(draft.config, torch.bfloat16, facts), rename_all(shipped, to_sglang))
 
 
@@ -95,6 +97,18 @@ def test_training_goes_on_from_a_draft_in_an_engines_format(tmp_path: Path, tiny
             assert weight.requires_grad == (key != "embed_tokens.weight")
             assert torch.equal(weight, trained.get_parameter(key).float()), key
         assert (draft.d2t.equal(trained.d2t), draft.t2d.equal(trained.t2d)) == (True, True)
+
+
+def test_training_that_began_with_another_draft_of_the_same_name_is_stale(tmp_path: Path, tiny_target: Path) -> None:
+    recipe = parse({"name": "t", "target": {"model": "m"}, "train": {"draft": {"initial": str(tmp_path / "earlier")}}})
+    prints = []
+    for value in (0.0, 1.0):
+        draft = first_draft(tmp_path, tiny_target)
+        draft.fc.weight.data.fill_(value)
+        save_draft(tmp_path / "earlier", draft)
+        prints.append(_files("train", recipe))
+    assert prints[0].keys() == prints[1].keys() == {f"{tmp_path}/earlier/model.safetensors"}
+    assert prints[0] != prints[1]
 
 
 def test_a_draft_whose_embedding_was_trained_is_refused(tmp_path: Path, tiny_target: Path, earlier: Path) -> None:
