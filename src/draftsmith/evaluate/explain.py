@@ -13,6 +13,7 @@ import torch
 from draftsmith.draft.engine_draft import is_for_engines, load_engine_draft
 from draftsmith.draft.files import load_draft
 from draftsmith.draft.model import Draft
+from draftsmith.errors import RequestError
 from draftsmith.evaluate.diagnose import Recorded, Trial, accepted_in, cause, compared, diagnose
 from draftsmith.evaluate.held_out import HeldOut, first_prompt, open_held_out, open_target
 from draftsmith.evaluate.offline import replay, target_top1
@@ -37,6 +38,7 @@ def explain(recipe: Recipe, paths: RunPaths, folder: Path | None) -> dict[str, A
     Raises:
         CheckpointError: the draft is damaged, or does not fit the target.
         DataError: nothing was held out.
+        RequestError: the template that the prompts were rendered with is not there any more.
     """
     held_out = open_held_out(recipe, paths)
     folder = folder or paths.checkpoints / "final"
@@ -136,10 +138,13 @@ def _first_turns(held_out: HeldOut) -> list[FirstTurn]:
 
 
 def _prompts(held_out: HeldOut) -> Prompts:
-    """As `prepare` rendered them."""
+    """As `prepare` rendered them. Raises RequestError if its template is no longer there."""
     recipe = held_out.recipe
     file = recipe.prepare.chat_template
-    template = Path(file).read_text(encoding="utf-8") if file else None
+    try:
+        template = Path(file).read_text(encoding="utf-8") if file else None
+    except OSError as error:
+        raise RequestError(f"cannot be read: {error}", where=f"prepare.chat_template {file}") from error
     return Prompts(load_tokenizer(held_out.facts, recipe.target), template, recipe.prepare.chat_template_kwargs)
 
 
