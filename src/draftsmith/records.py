@@ -130,6 +130,19 @@ class Features:
 
 
 @dataclass(frozen=True)
+class EncodedFeatures:
+    """The same, with states that are encoded already as the store's codec does it: its parts by name."""
+
+    id: str
+    domain: str
+    split: str
+    input_ids: torch.Tensor  # [T] int64
+    loss_mask: torch.Tensor  # [T] bool
+    aux: dict[str, torch.Tensor]  # each [T, A, …]
+    last: dict[str, torch.Tensor]  # each [T, …]
+
+
+@dataclass(frozen=True)
 class Batch:
     """Documents back to back in one flat sequence: no padding, and nothing attends across documents."""
 

@@ -37,9 +37,9 @@ def test_each_prompt_is_read_from_its_own_blocks(tmp_path: Path) -> None:
     made.writer.flush()
     rows = cache.flatten(0, 1)
     for one, due in zip(ended, (torch.cat([rows[20:24], rows[8:10]]), rows[12:16]), strict=True):
-        input_ids, states = take_sequence(tmp_path, one.number, [LAYERS])
+        input_ids, parts = take_sequence(tmp_path, one.number, [LAYERS])
         assert input_ids.tolist() == one.input_ids
-        assert torch.equal(states, due)
+        assert torch.equal(parts[""], due)
 
 
 def test_a_prompt_that_ends_in_a_step_that_cached_nothing_is_refused(tmp_path: Path) -> None:

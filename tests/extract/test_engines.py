@@ -25,7 +25,9 @@ from draftsmith.extract.vllm_worker.spool import MAPPED_BYTES, Ended, SpoolWrite
 from draftsmith.extract.work import Captured
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Recipe, Target, parse
-from draftsmith.records import Features, Sample
+from draftsmith.records import EncodedFeatures, Features, Sample
+from draftsmith.store.codec import CODECS
+from tests.store.random_store import largest_error
 
 LAYER_IDS, HIDDEN = (2, 4, 5, 8), 5
 IDS = [7, 8, 9, 10, 11]
@@ -49,7 +51,9 @@ def engine(tmp_path: Path) -> Engine:
 
 
 def put(engine: Engine, input_ids: list[int], states: torch.Tensor) -> None:
-    spool.write_sequence(spool_file(engine.spool, 0, 2), torch.tensor(input_ids, dtype=torch.int32), states)
+    codec = engine.plan.codec
+    parts = CODECS[codec].encode(states) if codec else {"": states}
+    spool.write_sequence(spool_file(engine.spool, 0, 2), torch.tensor(input_ids, dtype=torch.int32), parts)
 
 
 # ---- what comes back is what was asked for ------------------------------------------------------------------------
@@ -97,6 +101,23 @@ def test_a_state_that_is_not_finite_is_named_by_layer_and_token(
     assert engine.read(0, sample()) == (None, "the state of layer id 4 is not finite at token 3")
 
 
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_what_the_workers_encoded_is_taken_as_it_is_and_named_where_it_is_not_finite(
+    engine: Engine, codec: str
+) -> None:
+    engine.plan = replace(engine.plan, codec=codec)
+    put(engine, IDS, states())
+    features, problem = engine.read(0, sample())
+    assert not problem
+    assert isinstance(features, EncodedFeatures)
+    for ours, due in ((features.aux, states()[:, :-1]), (features.last, states()[:, -1])):
+        assert torch.equal(CODECS[codec].decode(ours), CODECS[codec].decode(CODECS[codec].encode(due)))
+    bad = states()
+    bad[3, 1, 2] = torch.inf
+    put(engine, IDS, bad)
+    assert engine.read(0, sample()) == (None, "the state of layer id 4 is not finite at token 3")
+
+
 def test_workers_that_capture_other_layers_than_asked_for_are_refused() -> None:
     def engine(*ids: tuple[int, ...]) -> Any:
         return SimpleNamespace(collective_rpc=lambda method: list(ids))
@@ -110,7 +131,7 @@ def test_workers_that_capture_other_layers_than_asked_for_are_refused() -> None:
 # ---- the spool ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", spool.DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 3, 1 + MAPPED_BYTES // (4 * HIDDEN * 2)])
 def test_sequences_put_together_come_out_alone_and_whole(tmp_path: Path, dtype: torch.dtype, tokens: int) -> None:
     rows = states(tokens=2 * tokens + 7).to(dtype)
@@ -121,8 +142,19 @@ def test_sequences_put_together_come_out_alone_and_whole(tmp_path: Path, dtype: 
     for number, first, start in ((3, 0, 0), (9, 1, tokens + 7)):
         input_ids, found = take_sequence(tmp_path, number, [LAYER_IDS])
         assert torch.equal(input_ids, ids + first)
-        assert torch.equal(found, rows[start : start + tokens])
-        assert found.dtype == dtype
+        assert torch.equal(found[""], rows[start : start + tokens])
+        assert found[""].dtype == dtype
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_sequences_that_are_encoded_together_are_each_their_own(tmp_path: Path, codec: str) -> None:
+    rows, ids = torch.randn(20, 4, 128), torch.arange(7, dtype=torch.int32)
+    writer = SpoolWriter(tmp_path, LAYER_IDS, codec)
+    writer.put([Ended(0, ids, 2), Ended(1, ids, 13)], rows)
+    writer.flush()
+    for number, start in ((0, 2), (1, 13)):
+        _, found = take_sequence(tmp_path, number, [LAYER_IDS])
+        assert largest_error(CODECS[codec].decode(found), rows[start : start + 7]) < 2 * CODECS[codec].error
 
 
 def test_a_file_has_its_name_only_once_it_is_whole(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

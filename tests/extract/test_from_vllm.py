@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith import extract
 from draftsmith.corpus import write_corpus
 from draftsmith.errors import CaptureError, EngineError
 from draftsmith.extract.engine_errors import explain_death
 from draftsmith.extract.engines import Engines, spool_folder
-from draftsmith.extract.from_vllm import capture
 from draftsmith.extract.parity import Expected, compare, expect
 from draftsmith.extract.quarantine import read_quarantine
 from draftsmith.extract.vllm_worker.client import EngineDied
@@ -25,6 +25,7 @@ from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Recipe, Target
 from draftsmith.records import Features, Sample
 from draftsmith.rundir import RunPaths, write_json
+from draftsmith.store.codec import CODECS
 from draftsmith.store.shards import Store
 from tests.extract import scale
 from tests.extract.vllm_faults import (
@@ -40,6 +41,7 @@ from tests.extract.vllm_runs import (
     REPOSITORY,
     ROUNDING,
     beginning_with,
+    captured,
     captured_at_once,
     errors,
     mixed_samples,
@@ -49,6 +51,7 @@ from tests.extract.vllm_runs import (
     sample,
     states_of,
 )
+from tests.store.random_store import largest_error
 
 pytestmark = pytest.mark.vllm
 FAULTS = "tests.extract.vllm_faults"
@@ -229,7 +232,7 @@ def test_an_engine_that_hangs_while_it_starts_is_ended_with_what_it_wrote(
     plan = plan_for(llama, tmp_path, stall_seconds=1.0)
     plan = replace(plan, environment={**plan.environment, "PYTHONPATH": str(tmp_path)})
     with pytest.raises(EngineError, match="nothing for 2 seconds, and is not ready yet") as raised:
-        list(capture(plan, mixed_samples(8)))
+        captured(plan, mixed_samples(8))
     assert raised.value.detail == "asleep"
 
 
@@ -274,7 +277,7 @@ def test_an_engine_that_does_not_start_says_by_how_much_memory_is_short_and_what
 ) -> None:
     plan = plan_for(llama, tmp_path, kv_cache_memory_bytes=1 << 20)
     with pytest.raises(EngineError, match=r"(?s)needed.*available KV cache memory") as raised:
-        list(capture(plan, mixed_samples(8)))
+        captured(plan, mixed_samples(8))
     assert "extract.kv_cache_memory_bytes" in str(raised.value.hint)
 
 
@@ -353,6 +356,24 @@ def assert_unbroken(paths: RunPaths, samples: list[Sample], native: dict[str, to
         states = torch.cat([found.aux, found.last[:, None]], dim=1)
         assert torch.allclose(states, native[one.id][:, columns], rtol=1e-4, atol=1e-4), one.id
     assert not spool_folder(paths.stage("extract")).exists()
+
+
+@pytest.mark.parametrize(("codec", "capture"), [("int8", "native"), ("fp8", "hooked")])
+def test_states_that_the_workers_encode_are_those_of_the_engine(
+    llama: Path, native: dict[str, torch.Tensor], tmp_path: Path, codec: str, capture: str
+) -> None:
+    samples = mixed_samples(200)[:60]
+    recipe, paths = prepared(tmp_path / "run", llama, samples, codec=codec, capture=capture)
+    report = extract.run(recipe, paths)
+    assert report["parity"]["capture"] == capture
+    assert report["parity"]["tolerance"] < 2 * CODECS[codec].error
+    store = Store.open(paths.store)
+    assert store.manifest.codec == codec
+    assert store.sample_ids == [one.id for one in samples]
+    columns = [EVERY_LAYER.index(id) for id in (*store.manifest.aux_layer_ids, 8)]
+    for one in store:
+        ours, theirs = torch.cat([one.aux, one.last[:, None]], dim=1).float(), native[one.id][:, columns]
+        assert largest_error(ours, theirs) < 2 * CODECS[codec].error, one.id
 
 
 def test_a_run_whose_engine_and_driver_are_killed_resumes_to_what_an_unbroken_run_gives(

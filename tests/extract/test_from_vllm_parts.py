@@ -453,12 +453,13 @@ def test_an_engine_too_old_is_refused_before_it_is_imported(monkeypatch: pytest.
 
 
 def test_the_stages_of_a_pipeline_are_joined_in_the_order_of_their_layers(tmp_path: Path) -> None:
-    tokens, states = torch.arange(5, dtype=torch.int32), torch.randn(5, 4, 8)
-    write_sequence(spool_file(tmp_path, 3, 2), tokens, states[:, :1].contiguous())
-    write_sequence(spool_file(tmp_path, 3, 4), tokens, states[:, 1:].contiguous())
+    tokens, states, scales = torch.arange(5, dtype=torch.int32), torch.randn(5, 4, 8), torch.randn(5, 4).bfloat16()
+    write_sequence(spool_file(tmp_path, 3, 2), tokens, {"": states[:, :1], "scale": scales[:, :1]})
+    write_sequence(spool_file(tmp_path, 3, 4), tokens, {"": states[:, 1:], "scale": scales[:, 1:]})
     found = take_sequence(tmp_path, 3, [[2], [4, 5, 8]])
     assert torch.equal(found[0], tokens)
-    assert torch.equal(found[1], states)
+    assert torch.equal(found[1][""], states)
+    assert torch.equal(found[1]["scale"], scales)
     assert not list(tmp_path.iterdir())
 
 

@@ -92,6 +92,7 @@ def test_a_run_shows_rate_and_time_left_and_keeps_the_engines_log_and_says_what_
     parity = Store.open(RunPaths(tmp_path / "run").store).manifest.parity
     assert parity is not None
     assert parity["against"] == "transformers"
+    assert parity["capture"] == "native"
     medians = [figures["median"] for figures in parity["by_layer"].values()]
     assert 0 < max(medians) < TOLERANCE[torch.bfloat16]
     assert parity["next_token_agreement"] > 0.9
@@ -99,6 +100,7 @@ def test_a_run_shows_rate_and_time_left_and_keeps_the_engines_log_and_says_what_
     code, output, screen = on_a_terminal("extract", str(file), "extract.max_quarantined=0.025")
     assert code == 0, screen
     assert "extract: 39 samples" in output
+    assert "captured by vLLM's own method" in output
     assert "1 samples set aside, which failed twice" in output
 
 

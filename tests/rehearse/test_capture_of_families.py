@@ -50,3 +50,14 @@ def test_every_state_is_the_references(name: str, settings: dict[str, Any], tmp_
     states = captured(plan_for(plain, tmp_path / "run", **settings), samples)
     assert list(states) == [one.id for one in samples]
     assert errors(plain, states, samples).quantile(0.99) < ROUNDING  # a near-tie between experts may fall the other way
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("settings", [CACHED, pytest.param(UNCACHED, id="no prefix cache", marks=pytest.mark.slow)])
+def test_every_state_of_a_real_model_is_the_references(smollm2: Path, settings: dict[str, Any], tmp_path: Path) -> None:
+    samples = mixed_samples(200, 49152)
+    states = captured(plan_for(smollm2, tmp_path / "run", **settings), samples)
+    assert list(states) == [one.id for one in samples]
+    found = errors(smollm2, states, samples)
+    assert found.quantile(0.99) < ROUNDING
+    assert found.max() < 2.0**-9, "more than rounding to bfloat16"

@@ -147,6 +147,7 @@ def test_a_rehearsal_through_the_real_engine_passes(name: str, tmp_path: Path) -
     expected = ["quantized weights", "draft in the engine"] if name == "kimi-k2.5" else ["quantized weights"]
     assert rows(report, "warn") == expected
     assert any(check["name"] == "layer id 2" for check in report["checks"])
+    assert any(check["detail"].startswith("vLLM, by vLLM's own method: ") for check in report["checks"])
 
 
 @pytest.mark.vllm

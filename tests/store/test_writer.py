@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from draftsmith.errors import StoreError
+from draftsmith.records import EncodedFeatures
 from draftsmith.store import shard_file
 from draftsmith.store.codec import CODECS
 from draftsmith.store.ledger import read_ledger
@@ -24,7 +25,9 @@ from tests.store.random_store import HIDDEN_SIZE, features, manifest, some_featu
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=6), st.sampled_from(["bf16", "fp32", "fp8", "int8"]), st.integers(1, 2000)
+    st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    st.sampled_from(["bf16", "fp32", "fp8", "int8"]),
+    st.integers(1, 2000),
 )
 def test_a_shard_is_what_safetensors_itself_would_write(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], codec: str, piece_bytes: int
@@ -160,3 +163,19 @@ def test_other_threads_compute_on_as_many_cores_as_before(tmp_path: Path) -> Non
     later.join()
     assert found == [cores] == [torch.get_num_threads()]
     assert set(store._readers.map(lambda _: torch.get_num_threads(), range(20))) == {1}
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8"])
+def test_samples_that_come_encoded_are_written_as_if_they_were_encoded_here(tmp_path: Path, codec: str) -> None:
+    samples, encode = some_features(), CODECS[codec].encode
+    encoded = [EncodedFeatures(**{**vars(one), "aux": encode(one.aux), "last": encode(one.last)}) for one in samples]
+    for name, found in (("here", samples), ("there", encoded)):
+        with StoreWriter.open(tmp_path / name, manifest(codec=codec), 1) as writer:
+            writer.add(found)
+    shard = "shard-00000.safetensors"
+    assert (tmp_path / "here" / shard).read_bytes() == (tmp_path / "there" / shard).read_bytes()
+    with (
+        pytest.raises(StoreError, match=r"`aux` of shape"),
+        StoreWriter.open(tmp_path / "misfit", manifest(codec=codec, hidden_size=16), 1) as writer,
+    ):
+        writer.add(encoded)

@@ -9,17 +9,18 @@ from draftsmith import __version__
 from draftsmith.errors import RequestError, StoreError
 from draftsmith.layers import validate_layer_ids
 from draftsmith.recipe import Recipe
-from draftsmith.records import Features, TargetFacts
+from draftsmith.records import EncodedFeatures, Features, TargetFacts
 from draftsmith.rundir import RunPaths, append_event, read_events
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from draftsmith.extract.from_transformers import Reference
     from draftsmith.store.manifest import Manifest
     from draftsmith.store.writer import StoreWriter
 
 _GIB, _MIB = 1 << 30, 1 << 20
+CAPTURED = {"native": "by vLLM's own method", "hooked": "by hooks on the layers"}
 
 
 def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
@@ -119,7 +120,8 @@ def _refuse_small_disk(paths: RunPaths, manifest: Manifest, missing: dict[str, i
         raise StoreError(
             f"{len(missing):,} samples take {needed / _GIB:,.1f} GiB, and {free / _GIB:,.1f} GiB are free",
             where=str(paths.store),
-            hint="make room, set run_dir to a larger disk, or take fewer samples (prepare.sources.0.limit)",
+            hint="make room, set run_dir to a larger disk, extract.codec=int8 for half of bf16's bytes, or take fewer "
+            "samples (prepare.sources.0.limit)",
         )
 
 
@@ -132,6 +134,7 @@ def _capture(
     from draftsmith.progress import progress
     from draftsmith.signals import check_stop, stop_requested
 
+    source: Generator[Sequence[Features | EncodedFeatures], None, None]
     if recipe.extract.engine == "vllm":
         from draftsmith.extract.from_vllm import capture_corpus
 
@@ -214,6 +217,8 @@ def _say_parity(parity: dict[str, Any]) -> str:
     if "by_layer" in parity:
         worst = max(figures["median"] for figures in parity["by_layer"].values())
         said = f"the reference's to {worst:.1e}"
+    if parity.get("capture"):
+        said = f"captured {CAPTURED[parity['capture']]}; {said}"
     if parity.get("next_tokens"):
         said += f"; {parity['next_token_agreement']:.0%} of the engine's next tokens follow from the last"
     return said

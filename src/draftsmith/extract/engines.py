@@ -23,8 +23,9 @@ from draftsmith.extract.quarantine import set_aside
 from draftsmith.extract.vllm_worker.client import EngineDied, EngineProcess
 from draftsmith.extract.vllm_worker.spool import take_sequence
 from draftsmith.extract.work import Captured, Work
-from draftsmith.records import Features, Sample
+from draftsmith.records import EncodedFeatures, Features, Sample
 from draftsmith.rundir import hash_json
+from draftsmith.store.codec import Parts
 
 LIVES_WITHOUT_A_SAMPLE = 3  # an engine that dies as often before it captured anything is given up
 START_STALL_SECONDS = 900.0  # at the least, without a line in its log: compiling kernels takes minutes
@@ -41,6 +42,7 @@ class Plan:
         layer_ids: canonical, ascending, N among them.
         folder: the stage's own, for the log, the quarantine and, where memory is short, the spool.
         devices: of each engine, as `device_shares` says; None: all that there are.
+        codec: which its workers encode states with; None: they come as they are computed.
     """
 
     engine_args: dict[str, Any]
@@ -51,6 +53,7 @@ class Plan:
     folder: Path
     stall_seconds: float
     devices: tuple[str | None, ...] = (None,)
+    codec: str | None = None
 
     @property
     def log(self) -> Path:
@@ -86,6 +89,7 @@ class Engine:
             "engine_args": self.plan.engine_args,
             "capture": self.plan.capture,
             "layer_ids": list(self.plan.layer_ids),
+            "codec": self.plan.codec,
             "spool": str(self.spool),
         }
         self.captured_before, self.under_way = self.captured, {}
@@ -120,19 +124,20 @@ class Engine:
         self.under_way[number] = len(sample.input_ids)
         self.process.send(number, sample.input_ids)
 
-    def read(self, number: int, sample: Sample) -> tuple[Features | None, str]:
+    def read(self, number: int, sample: Sample) -> tuple[Features | EncodedFeatures | None, str]:
         """A captured sample from the spool, or what is wrong with it."""
         ids = self.plan.layer_ids
-        input_ids, states = take_sequence(self.spool, number, self.process.parts)
+        input_ids, parts = take_sequence(self.spool, number, self.process.parts)
         if input_ids.tolist() != sample.input_ids:
             return None, f"the engine read {len(input_ids)} tokens that are not the {len(sample.input_ids)} sent to it"
         due = [len(sample.input_ids), len(ids), self.plan.hidden_size]
-        if list(states.shape) != due:
-            return None, f"the engine gave states of shape {list(states.shape)}, where {due} is due"
-        if not torch.stack(states.aminmax()).isfinite().all():  # at the speed of memory, and a NaN shows in both
-            token, place = (~states.isfinite().all(dim=-1)).nonzero()[0].tolist()
+        if list(parts[""].shape) != due:
+            return None, f"the engine gave states of shape {list(parts[''].shape)}, where {due} is due"
+        told_by = parts["scale"] if self.plan.codec else parts[""]  # a state that is not finite has no scale
+        if not torch.stack(told_by.aminmax()).isfinite().all():  # at the speed of memory, and a NaN shows in both
+            token, place, *_ = (~told_by.isfinite()).nonzero()[0].tolist()
             return None, f"the state of layer id {ids[place]} is not finite at token {token}"
-        return _features(sample, input_ids, states), ""
+        return _features(sample, input_ids, parts, encoded=self.plan.codec is not None), ""
 
 
 class Engines:
@@ -155,8 +160,15 @@ class Engines:
             engine.process.close()
             shutil.rmtree(engine.spool, ignore_errors=True)
 
+    @property
+    def capture(self) -> str | None:
+        """How they capture, native or hooked, which is the same in all; known once one is ready."""
+        return next((engine.process.capture for engine in self.engines if engine.ready), None)
+
     def run(self, work: Work) -> Iterator[list[Captured]]:
         """Work until it is done. The engines stay as they are, ready for more.
+
+        A sample that fails twice is left out, and entered in the quarantine.
 
         Yields:
             What was captured, in order; an empty list once a second while there is nothing.
@@ -228,16 +240,10 @@ class Engines:
         engine.start()
 
 
-def _features(sample: Sample, input_ids: torch.Tensor, states: torch.Tensor) -> Features:
-    return Features(
-        id=sample.id,
-        domain=sample.domain,
-        split=sample.split,
-        input_ids=input_ids.long(),
-        loss_mask=torch.tensor(sample.loss_mask, dtype=torch.bool),
-        aux=states[:, :-1],
-        last=states[:, -1],
-    )
+def _features(sample: Sample, input_ids: torch.Tensor, parts: Parts, encoded: bool) -> Features | EncodedFeatures:
+    aux, last = ({name: part[:, of] for name, part in parts.items()} for of in (slice(0, -1), -1))
+    told = (sample.id, sample.domain, sample.split, input_ids.long(), torch.tensor(sample.loss_mask, dtype=torch.bool))
+    return EncodedFeatures(*told, aux, last) if encoded else Features(*told, aux[""], last[""])
 
 
 def spool_bytes() -> int:

@@ -9,8 +9,7 @@ again, as long as it gets anything done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 from draftsmith.corpus import read_corpus
@@ -20,22 +19,21 @@ from draftsmith.extract.parity import expect, first_samples, measure
 from draftsmith.extract.quarantine import read_quarantine
 from draftsmith.extract.work import Captured, Work
 from draftsmith.recipe import Recipe
-from draftsmith.records import Features, Sample, TargetFacts
+from draftsmith.records import EncodedFeatures, Features, Sample, TargetFacts
 from draftsmith.rundir import RunPaths
+from draftsmith.store.codec import CODECS
 from draftsmith.store.writer import StoreWriter
 from draftsmith.target import DTYPES, pick_device
-
-__all__ = ["Plan", "capture", "capture_corpus"]
 
 
 def capture_corpus(
     recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter, lengths: dict[str, int]
-) -> Generator[list[Features], None, None]:
+) -> Generator[list[Features | EncodedFeatures], None, None]:
     """What the store does not have yet of a corpus, the first samples proven before any is given out.
 
     Raises:
         CaptureError: the states are not the reference's, or not those that the engine's own tokens follow from.
-        EngineError: of `capture`.
+        EngineError: of `Engines.run`.
     """
     folder, manifest = paths.stage("extract"), writer.manifest
     done = writer.committed.keys() | read_quarantine(folder).keys()
@@ -55,15 +53,20 @@ def capture_corpus(
         folder=folder,
         stall_seconds=recipe.extract.stall_seconds,
         devices=device_shares(recipe),
+        codec=recipe.extract.codec if CODECS[recipe.extract.codec].error else None,
     )
 
-    def prove(captured: list[Captured]) -> None:
-        due = expected if isinstance(expected, str) else expected.of([one.features.id for one in captured])
-        writer.record_parity(measure(captured, due, facts, layer_ids, dtype))
+    with Engines(plan) as engines:
 
-    with closing(capture(plan, _of_corpus(paths, missing))) as stream:
-        for captured in _proven(stream, {sample.id for sample in first}, folder, prove):
-            yield [one.features for one in captured]
+        def prove(captured: list[Captured]) -> None:
+            due = expected if isinstance(expected, str) else expected.of([one.features.id for one in captured])
+            figures = measure(captured, due, facts, layer_ids, dtype, plan.codec)
+            writer.record_parity({"capture": engines.capture, **figures})
+
+        stream = engines.run(Work(_of_corpus(paths, missing), plan.room_tokens))
+        for found in _proven(stream, {sample.id for sample in first}, folder, prove):
+            yield [one.features for one in found]
+        engines.end()
 
 
 def _of_corpus(paths: RunPaths, wanted: dict[str, int]) -> Iterator[Sample]:
@@ -84,13 +87,3 @@ def _proven(
             break
         yield []
     yield from stream
-
-
-def capture(plan: Plan, samples: Iterable[Sample]) -> Generator[list[Captured], None, None]:
-    """Capture samples with vLLM, in order; a sample that fails twice is left out and entered in the quarantine.
-
-    Yields and raises as `Engines.run` does.
-    """
-    with Engines(plan) as engines:
-        yield from engines.run(Work(samples, plan.room_tokens))
-        engines.end()

@@ -18,7 +18,8 @@ from draftsmith.errors import CaptureError, TargetError
 from draftsmith.extract.from_transformers import CHECKED_TOKENS, TOLERANCE, Reference, head_errors, refuse_wrong_head
 from draftsmith.extract.work import Captured
 from draftsmith.recipe import Target
-from draftsmith.records import Features, Sample, TargetFacts
+from draftsmith.records import EncodedFeatures, Features, Sample, TargetFacts
+from draftsmith.store.codec import CODECS
 from draftsmith.target import DTYPES, TargetHead, final_norm, load_head, load_target
 
 SEQUENCES, TOKENS = 16, 4096  # that are compared at most; one sequence at the least
@@ -108,8 +109,9 @@ def _prove_head(
 
 
 def compare(
-    captured: Sequence[Features], expected: Expected, layer_ids: Sequence[int], dtype: torch.dtype, experts: bool
-) -> dict[str, Any]:
+    captured: Sequence[Features], expected: Expected, layer_ids: Sequence[int], dtype: torch.dtype, experts: bool,
+    codec: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Relative error of each layer, ‖ours − theirs‖ / ‖theirs‖ by token.
 
     Args:
@@ -117,6 +119,7 @@ def compare(
         layer_ids: canonical, ascending, N among them.
         dtype: of the computation, which says what rounding explains.
         experts: the target is a mixture of experts.
+        codec: which they were encoded with, and rounds more.
 
     Raises:
         CaptureError: a sample is not there, or a state is not the reference's; names the layer and what it is instead.
@@ -124,7 +127,7 @@ def compare(
     by_id = {features.id: features for features in captured}
     if absent := [id for id in expected.states if id not in by_id]:
         raise CaptureError(f"{len(absent)} samples were not captured: {', '.join(absent)}", where="parity")
-    tolerance, by_layer = TOLERANCE[dtype], {}
+    tolerance, by_layer = TOLERANCE[dtype] + ((CODECS[codec].error or 0.0) if codec else 0.0), {}
     for column, id in enumerate(layer_ids):
         ours = torch.cat([_columns(by_id[sample])[:, column] for sample in expected.states])
         errors = {
@@ -141,21 +144,22 @@ def compare(
 
 def measure(
     captured: Sequence[Captured], expected: Expected | str, facts: TargetFacts, layer_ids: Sequence[int],
-    dtype: torch.dtype,
+    dtype: torch.dtype, codec: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What the manifest says of an engine's states: against the reference, and against the engine's own next tokens.
 
     Args:
+        dtype, codec: as for `compare`.
         expected: of `expect`, for samples that are all among those captured.
 
     Raises:
         CaptureError: they are not what they should be.
     """
-    features = [one.features for one in captured]
+    features = [_decoded(one.features, codec) for one in captured]
     if isinstance(expected, str):
         report: dict[str, Any] = {"against": None, "reason": expected}
     else:
-        figures = compare(features, expected, layer_ids, dtype, experts=bool(facts.num_experts))
+        figures = compare(features, expected, layer_ids, dtype, bool(facts.num_experts), codec)
         report = {"against": "transformers", **figures}
     try:
         head = load_head(facts, torch.device("cpu"), torch.float32)
@@ -196,6 +200,14 @@ def refuse_other_tokens(agreement: dict[str, float], prompts: int) -> None:
         where="parity",
         hint="the state of layer id N is not the one before the final norm; please report this architecture",
     )
+
+
+def _decoded(features: Features | EncodedFeatures, codec: str | None) -> Features:
+    if isinstance(features, Features):
+        return features
+    assert codec is not None
+    decode = CODECS[codec].decode
+    return Features(**{**vars(features), "aux": decode(features.aux), "last": decode(features.last)})
 
 
 def _columns(features: Features) -> torch.Tensor:

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from draftsmith.records import Features, Sample
+from draftsmith.records import EncodedFeatures, Features, Sample
 
 
 @dataclass(frozen=True)
 class Captured:
     """What an engine made of a sample."""
 
-    features: Features
+    features: Features | EncodedFeatures
     next_token: int  # that it wrote after the sample's last
 
 

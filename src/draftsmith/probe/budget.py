@@ -274,7 +274,8 @@ def _check_store(per_token: int | None, tokens: Tokens, room: int) -> Check:
     need = per_token * tokens.count
     detail = f"{size(need)} for {tokens}, {per_token:,} bytes each; {size(room)} free, "
     detail += f"room for {figure(room / per_token / MILLION)} million tokens"
-    hint = "set run_dir to a larger disk, or take fewer conversations (prepare.sources[].limit)"
+    hint = "set run_dir to a larger disk, extract.codec=int8 for half of bf16's bytes, or take fewer conversations"
+    hint += " (prepare.sources[].limit)"
     if need <= room:
         return Check("store size", "ok", detail)
     return Check("store size", "fail" if tokens.known == "exact" else "warn", detail, hint)

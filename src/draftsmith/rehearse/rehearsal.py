@@ -122,7 +122,12 @@ class Rehearsal:
         if report["samples"] != len(self.samples):
             raise CheckFailed(f"{report['samples']} of {len(self.samples)} sequences came back", where="rehearse")
         detail = f"{report['samples']} sequences of 1 to {LONGEST_TOKENS} tokens, {report['tokens']:,} in all"
-        return [Check("capture", "ok", f"{self.scaled.extract.engine}: {detail}, none lost, ids as sent")]
+        by = (
+            f"vLLM, {extract.CAPTURED[report['parity']['capture']]}"
+            if "capture" in report["parity"]
+            else self.scaled.extract.engine
+        )
+        return [Check("capture", "ok", f"{by}: {detail}, none lost, ids as sent")]
 
     def compare(self) -> list[Check]:
         """Every tensor of the store against transformers."""

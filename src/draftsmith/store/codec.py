@@ -20,7 +20,7 @@ from draftsmith.errors import StoreError
 Parts = dict[str, torch.Tensor]
 E4M3_LARGEST = 448.0
 BLOCK = 64  # values of a state that share a scale in int8, but for a width that is no multiple
-BLOCKS_AT_ONCE = 2048  # that turn in the processor's cache
+BLOCKS_AT_ONCE = {"cpu": 1 << 11, "cuda": 1 << 18}  # in a processor's cache; in little of a device's memory
 LARGEST_SCALE = 2.0**112  # so that the largest that `decode_int8` makes of it is a bfloat16
 _ZSTD = pyarrow.Codec("zstd", compression_level=1)
 
@@ -30,6 +30,7 @@ class Codec:
     encode: Callable[[torch.Tensor], Parts]  # [T, …, Ht] → parts
     decode: Callable[[Parts], torch.Tensor]
     ragged: tuple[str, ...] = ()
+    error: float | None = None  # of a state, relative, as large as is usual; None: encoded on the CPU alone
     dtype: str | None = None  # that the target must compute in
     decoded: torch.dtype = torch.bfloat16
 
@@ -86,7 +87,8 @@ def encode_int8(states: torch.Tensor) -> Parts:
     turn = _hadamard(size, blocks.device) / size
     codes = torch.empty(blocks.shape, dtype=torch.int8, device=blocks.device)
     scales = torch.empty(len(blocks), 1, dtype=torch.bfloat16, device=blocks.device)
-    for some, code, scale in zip(*(values.split(BLOCKS_AT_ONCE) for values in (blocks, codes, scales)), strict=True):
+    at_once = BLOCKS_AT_ONCE[blocks.device.type]
+    for some, code, scale in zip(*(values.split(at_once) for values in (blocks, codes, scales)), strict=True):
         turned = some.float() @ turn
         scale.copy_(turned.abs().amax(-1, keepdim=True) / 127).clamp_(min=2.0**-126)
         code.copy_(turned.div_(scale.float()).round_().nan_to_num_(0).clamp_(-127, 127))
@@ -102,7 +104,8 @@ def decode_int8(parts: Parts) -> torch.Tensor:
     size = codes.shape[-1] // scales.shape[-1]
     turn = _hadamard(size, codes.device)
     blocks = (values.unflatten(-1, (scales.shape[-1], -1)).flatten(0, -2) for values in (codes, scales, states))
-    for code, scale, some in zip(*(values.split(BLOCKS_AT_ONCE) for values in blocks), strict=True):
+    at_once = BLOCKS_AT_ONCE[codes.device.type]
+    for code, scale, some in zip(*(values.split(at_once) for values in blocks), strict=True):
         torch.mul(code.float() @ turn, scale.float(), out=some)
     return states
 
@@ -152,7 +155,7 @@ def _halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 CODECS = {
     "bf16": Codec(encode_bf16, decode_plain),
     "fp32": Codec(encode_fp32, decode_plain, decoded=torch.float32),
-    "fp8": Codec(encode_fp8, decode_fp8),
-    "int8": Codec(encode_int8, decode_int8),
+    "fp8": Codec(encode_fp8, decode_fp8, error=0.03),
+    "int8": Codec(encode_int8, decode_int8, error=0.008),
     "lossless": Codec(encode_lossless, decode_lossless, ragged=("exponent",), dtype="bfloat16"),
 }

@@ -21,7 +21,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from draftsmith.errors import StoreError
-from draftsmith.records import Features
+from draftsmith.records import EncodedFeatures, Features
 from draftsmith.rundir import atomic_path
 from draftsmith.store.codec import CODECS
 from draftsmith.store.ledger import Entry
@@ -79,7 +79,9 @@ class Column:
         yield _bytes(held)
 
 
-def write_shard(path: Path, samples: Sequence[Features], codec: str, abandon: threading.Event) -> Entry:
+def write_shard(
+    path: Path, samples: Sequence[Features | EncodedFeatures], codec: str, abandon: threading.Event
+) -> Entry:
     """Write a shard so that it is on disk under its name, and return its line for the ledger.
 
     Raises:
@@ -152,7 +154,7 @@ def file_digest(path: Path, name: str = "xxh3_128") -> str:
     return f"{name}:{found.hexdigest()}"
 
 
-def _columns(samples: Sequence[Features], codec: str) -> list[Column]:
+def _columns(samples: Sequence[Features | EncodedFeatures], codec: str) -> list[Column]:
     """The tensors of a shard, in the order in which safetensors has them."""
     parts: dict[str, list[torch.Tensor]] = {
         "input_ids": [sample.input_ids.int() for sample in samples],
@@ -161,7 +163,9 @@ def _columns(samples: Sequence[Features], codec: str) -> list[Column]:
     }
     for name in ("aux", "last"):
         for sample in samples:
-            for part, values in CODECS[codec].encode(getattr(sample, name)).items():
+            states = sample.aux if name == "aux" else sample.last
+            encoded = states if isinstance(states, dict) else CODECS[codec].encode(states)
+            for part, values in encoded.items():
                 parts.setdefault(f"{name}.{part}" if part else name, []).append(values)
         for key in (f"{name}.{part}" for part in CODECS[codec].ragged):
             parts[f"{key}.offsets"] = [torch.tensor(list(accumulate(map(len, parts[key]), initial=0)))]

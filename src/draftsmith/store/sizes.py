@@ -10,7 +10,9 @@ STATE_BYTES = {
     "bf16": lambda hidden_size: 2 * hidden_size,
     "fp32": lambda hidden_size: 4 * hidden_size,
     "fp8": lambda hidden_size: hidden_size + 2,  # and the scale
-    "int8": lambda hidden_size: hidden_size + 2 * hidden_size // math.gcd(hidden_size, 64),  # and a scale for each block
+    "int8": lambda hidden_size: (
+        hidden_size + 2 * hidden_size // math.gcd(hidden_size, 64)
+    ),  # and a scale for each block
     # A byte of sign and mantissa; what the exponents take depends on the states: 0.69 of bf16 in all for SmolLM2's,
     # 0.71 for normally distributed ones.
     "lossless": lambda hidden_size: 7 * hidden_size // 5,

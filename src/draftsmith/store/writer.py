@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from draftsmith.errors import RequestError, StoreError
-from draftsmith.records import Features
+from draftsmith.records import EncodedFeatures, Features
 from draftsmith.store.codec import CODECS
 from draftsmith.store.folder import file_system, shard_name, shard_number, shards_in, sole_writer
 from draftsmith.store.ledger import LEDGER, Entry, Ledger, cut_torn_line, read_ledger, write_ledger
@@ -63,7 +63,7 @@ class StoreWriter:
         }
         self._next_number = 1 + max((shard_number(entry.shard) or 0 for entry in entries), default=-1)
         self._added = set(self.committed)
-        self._pending: list[Features] = []
+        self._pending: list[Features | EncodedFeatures] = []
         self._pending_bytes = 0
         self._under_way: deque[_Shard] = deque()  # those that are not known to be in the ledger
         self._abandon = threading.Event()
@@ -106,9 +106,10 @@ class StoreWriter:
         with self._writing(MANIFEST):
             write_manifest(self.folder, self.manifest)
 
-    def add(self, samples: Sequence[Features]) -> bool:
+    def add(self, samples: Sequence[Features | EncodedFeatures]) -> bool:
         """Take samples, none of them divided between shards, and begin to write a shard if it is full.
 
+        States are encoded here, unless they are already, with the manifest's codec.
         Their tensors must stay as they are until they are committed. Waits only while `THREADS` shards are being
         written.
 
@@ -159,7 +160,7 @@ class StoreWriter:
         """What the disk has left once the pending shard is on it."""
         return shutil.disk_usage(self.folder).free - self._pending_bytes - SPARE_BYTES
 
-    def _commit(self, name: str, samples: list[Features], before: Future[Entry] | None) -> Entry:
+    def _commit(self, name: str, samples: list[Features | EncodedFeatures], before: Future[Entry] | None) -> Entry:
         """In a thread: write a shard, and enter it in the ledger after the one before, unless that fails."""
         entry = write_shard(self.folder / name, samples, self.manifest.codec, self._abandon)
         if before is not None:
@@ -179,7 +180,7 @@ class StoreWriter:
             self.committed.update(zip(entry.sample_ids, entry.lengths, strict=True))
             self._under_way.popleft()
 
-    def _predict_bytes(self, sample: Features) -> int:
+    def _predict_bytes(self, sample: Features | EncodedFeatures) -> int:
         return predict_bytes(
             [len(sample.input_ids)],
             aux_layers=len(self.manifest.aux_layer_ids),
@@ -187,8 +188,10 @@ class StoreWriter:
             codec=self.manifest.codec,
         )
 
-    def _refuse_misfit(self, sample: Features) -> None:
-        found = {name: getattr(sample, name) for name in ("input_ids", "loss_mask", "aux", "last")}
+    def _refuse_misfit(self, sample: Features | EncodedFeatures) -> None:
+        found = {"input_ids": sample.input_ids, "loss_mask": sample.loss_mask}
+        for name, states in (("aux", sample.aux), ("last", sample.last)):
+            found[name] = states[""] if isinstance(states, dict) else states
         problem = misfit(found, len(sample.input_ids), self.manifest)
         if sample.id in self._added:
             problem = "is in the store already"

@@ -111,7 +111,7 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         names = [name for name in kv_caches if CACHE_LAYER in name]
         if names and get_tensor_model_parallel_rank() == 0:  # pipeline stages but the last have none
             self._cache = _blocks_first(kv_caches[names[0]], len(self._options.layer_ids))
-            self.writer = SpoolWriter(self._options.spool, self._options.layer_ids)
+            self.writer = SpoolWriter(self._options.spool, self._options.layer_ids, self._options.codec)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass

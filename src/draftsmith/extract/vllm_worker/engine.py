@@ -41,6 +41,7 @@ class Job:
     engine_args: dict[str, Any]  # vLLM's `EngineArgs`
     capture: str  # native, hooked, auto
     layer_ids: list[int]  # canonical, ascending, N among them
+    codec: str | None  # which the workers encode states with
     spool: str
     failures: str
     events: int  # file descriptor
@@ -75,7 +76,9 @@ def start(job: Job) -> tuple[Any, str]:
     gc.freeze()  # vLLM collects garbage nine times while it starts, each time through all that was imported
     if capture == "hooked":
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the hooks know the inside of the first one
-    options = Options(Path(job.spool), Path(job.failures), tuple(job.layer_ids), hooked=capture == "hooked")
+    options = Options(
+        Path(job.spool), Path(job.failures), tuple(job.layer_ids), hooked=capture == "hooked", codec=job.codec
+    )
     args = {
         "worker_cls": f"{HERE}.worker.CaptureWorker",
         **job.engine_args,

@@ -15,6 +15,7 @@ class Options:
     failures: Path
     layer_ids: tuple[int, ...]  # canonical, ascending: the auxiliary ids and N
     hooked: bool = False
+    codec: str | None = None  # which the workers encode states with
 
     def to_additional_config(self) -> dict[str, Any]:
         return {KEY: asdict(self) | {"spool": str(self.spool), "failures": str(self.failures)}}
@@ -27,6 +28,7 @@ def read_options(vllm_config: Any) -> Options:
         failures=Path(values["failures"]),
         layer_ids=tuple(values["layer_ids"]),
         hooked=values["hooked"],
+        codec=values["codec"],
     )
 
 

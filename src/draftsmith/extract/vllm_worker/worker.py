@@ -113,7 +113,8 @@ class HookedCapture:
         self._runner = runner
         self._hooks = LayerHooks(runner.get_model(), options.layer_ids, hidden_size)
         self._joiner = Joiner()
-        self.writer = SpoolWriter(options.spool, self._hooks.layer_ids) if self._hooks.layer_ids else None
+        ids = self._hooks.layer_ids
+        self.writer = SpoolWriter(options.spool, ids, options.codec) if ids else None
 
     def collect(self, scheduler_output: Any) -> None:
         """Take what the hooks saw in this step, and write the prompts that end with it."""
