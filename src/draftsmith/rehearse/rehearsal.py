@@ -142,7 +142,9 @@ class Rehearsal:
         expected = expect(self.plain, target, layer_ids, device, dtype, self.samples)
         if isinstance(expected, str):
             return [Check("parity", "warn", f"not compared: {expected}")]
-        figures = compare(list(store), expected, layer_ids, dtype, experts=bool(self.facts.num_experts))
+        figures = compare(
+            list(store), expected, layer_ids, dtype, bool(self.facts.num_experts), codec=store.manifest.codec
+        )
         return [
             Check(
                 f"layer id {id}",
@@ -304,7 +306,7 @@ def scale_recipe(recipe: Recipe, target: TargetFacts, facts: TargetFacts, run_di
         ids = scaled_ids(recipe.extract.aux_layer_ids, target.num_hidden_layers, facts.num_hidden_layers)
         extract["aux_layer_ids"] = ids
     extract |= {
-        "codec": "fp32" if dtype == "float32" else "bf16",
+        "codec": "fp32" if dtype == "float32" else recipe.extract.codec,
         "max_num_batched_tokens": STEP_TOKENS,
         "max_num_seqs": min(16, recipe.extract.max_num_seqs),
         "kv_cache_memory_bytes": CACHE_BYTES,
