@@ -229,7 +229,7 @@ class Served(Section):
     prompt_sets: list[str] = Field(
         ["held_out"],
         min_length=1,
-        description="held_out, mt_bench, humaneval, or a JSON-lines file with `prompt` or `messages`",
+        description="held_out, mt_bench, humaneval, or a JSON-lines file with `prompt`, `question` or `messages`",
     )
     prompts: PositiveInt = Field(80, description="Of each set, at most; asked again where more are in flight")
     max_tokens: Annotated[int, Field(ge=8)] = Field(

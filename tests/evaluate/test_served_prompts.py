@@ -14,6 +14,8 @@ from draftsmith.recipe import Recipe
 from draftsmith.target import load_tokenizer
 from tests.evaluate.builders import PROMPT_TOKENS, World, build_run, make_recipe
 
+GSM8K = {"question": "How many?", "answer": "6 times 7. #### 42"}
+
 
 @pytest.fixture
 def recipe_of(world: World, tmp_path: Path) -> Any:
@@ -50,7 +52,7 @@ def test_ones_own_prompts_are_rendered_as_the_target_is_asked(recipe_of, tmp_pat
     turns = [
         {"role": role, "content": text} for role, text in (("system", "Be."), ("user", "Sort?"), ("assistant", "No."))
     ]
-    own = write_lines(tmp_path / "mine.jsonl", {"prompt": "Sort?"}, {"messages": turns})
+    own = write_lines(tmp_path / "mine.jsonl", {"prompt": "Sort?"}, {"messages": turns}, GSM8K)
     recipe, paths = recipe_of(prompt_sets=[own])
     (found,) = sets_of((recipe, paths))
     tokenizer = load_tokenizer(read_facts(recipe.target.model), recipe.target)
@@ -58,6 +60,7 @@ def test_ones_own_prompts_are_rendered_as_the_target_is_asked(recipe_of, tmp_pat
     assert {tokenizer.decode(ids) for ids in found.prompts} == {
         "<|im_start|>user\nSort?<|im_end|>\n<|im_start|>assistant\n",
         "<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\nSort?<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n",
     }
 
 
@@ -81,7 +84,11 @@ def test_prompts_without_room_are_counted_and_none_at_all_is_an_error(recipe_of,
 def test_what_is_no_set_of_prompts_is_refused_with_its_place(recipe_of, tmp_path):
     with pytest.raises(RequestError, match=r"neither a set nor a file nowhere.*\n.*mt_bench, humaneval"):
         sets_of(recipe_of(prompt_sets=["nowhere"]))
-    for row, says in (({"text": "a"}, "neither `prompt` nor `messages`"), ([1], "no JSON object")):
+    for row, says in (
+        ({"text": "a"}, "has no `prompt`"),
+        ({"messages": ["a"]}, "has no `prompt`"),
+        ([1], "no JSON object"),
+    ):
         with pytest.raises(DataError, match=rf"line 3: .*{says}"):
             sets_of(recipe_of(prompt_sets=[write_lines(tmp_path / "bad.jsonl", {"prompt": "a"}, row)]))
     (tmp_path / "cut.jsonl").write_text('{"prompt": "a"}\n{"pro')

@@ -78,17 +78,20 @@ def _held_out(paths: RunPaths) -> Iterator[list[int]]:
 def _conversations(name: str) -> Iterator[list[dict[str, Any]]]:
     """Messages up to the target's turn."""
     for place, record in _records(name):
-        messages = record.get("messages")
-        text = record["turns"][0] if name == "mt_bench" else record.get("prompt")
-        if isinstance(messages, list) and messages:
-            last = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=None)
-            if last is not None:
-                yield messages[: last + 1]
-                continue
-        elif isinstance(text, str) and text:
-            yield [{"role": "user", "content": text}]
-            continue
-        raise DataError("has neither `prompt` nor `messages` with a user's turn", where=place)
+        if not (messages := _asked(record)):
+            raise DataError("has no `prompt`, `question` or `turns`, nor `messages` with a user's turn", where=place)
+        yield messages
+
+
+def _asked(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Up to the user's last word: of a conversation, or of a question as HumanEval, GSM8K and MT-bench write it."""
+    messages, turns = record.get("messages"), record.get("turns")
+    if isinstance(messages, list) and all(isinstance(one, dict) for one in messages):
+        last = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=-1)
+        return messages[: last + 1]
+    first = turns[0] if isinstance(turns, list) and turns else None
+    text = next((text for text in (record.get("prompt"), record.get("question"), first) if isinstance(text, str)), "")
+    return [{"role": "user", "content": text}] if text else []
 
 
 def _records(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -99,7 +102,7 @@ def _records(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, line in _whole(lines):
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"is no JSON: {error}", where=f"{file}, line {number}") from error
             if not isinstance(record, dict):
                 raise DataError("is no JSON object", where=f"{file}, line {number}")
