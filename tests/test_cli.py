@@ -71,6 +71,16 @@ def test_a_reader_that_goes_away_is_no_fault(arguments):
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_a_full_disk_behind_the_output_is_no_fault_of_ours():
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "draftsmith", "recipe"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: [Errno 28] No space left on device\n  hint: make room")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_command_says_what_becomes_of_the_work(tiny_target, tmp_path, stop):
     command = [sys.executable, "-m", "draftsmith", "rehearse", str(tiny_target), "extract.engine=transformers"]

@@ -5,6 +5,7 @@ Data goes to stdout, talk to stderr. Exit codes: 0 done, 1 the work failed or a 
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import signal
@@ -60,7 +61,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         print(
-            "error: stopped at once; what is on disk stays, and the same command, without --redo, goes on from there",
+            "error: stopped at once; what is on disk stays, and the same command, without --redo, goes on with it",
             file=sys.stderr,
         )
         sys.exit(1)
@@ -68,6 +69,9 @@ def main() -> None:
         if hasattr(error, "format_message"):  # click's: the arguments do not fit
             print(f"error: {error.format_message()}\n  hint: see `draftsmith --help`", file=sys.stderr)
             sys.exit(2)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            print(f"error: {error}\n  hint: make room where it runs and where its output goes", file=sys.stderr)
+            sys.exit(1)
         traceback.print_exc()
         print("error: this is a fault of draftsmith; please report it with the lines above", file=sys.stderr)
         sys.exit(1)

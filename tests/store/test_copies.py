@@ -8,8 +8,11 @@ from draftsmith.errors import RequestError, StoreError
 from draftsmith.store.codec import CODECS
 from draftsmith.store.commands import app
 from draftsmith.store.copies import convert, merge
+from draftsmith.store.info import ACCEPTANCE_PERCENT
 from draftsmith.store.shards import Store
 from tests.store.random_store import HIDDEN_SIZE, assert_same, features, in_bf16, some_features, write_store
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_merged_stores_have_every_sample_of_each_and_share_its_shards(tmp_path: Path) -> None:
@@ -84,6 +87,12 @@ def test_a_converted_store_has_the_same_samples_and_goes_on_where_it_stopped(tmp
         assert (ours.id, ours.split, ours.domain) == (theirs.id, theirs.split, theirs.domain)
         assert ours.aux.equal(theirs.aux.float())
         assert ours.last.equal(theirs.last.float())
+
+
+def test_what_codecs_do_to_drafts_is_said_as_it_was_measured() -> None:
+    measured = json.loads((BENCHMARKS / "results" / "codec_acceptance.json").read_text())["differences"]
+    by_seed = {name: of["slots_acceptance_length"]["percent_by_seed"] for name, of in measured.items()}
+    assert {name: list(percent) for name, percent in ACCEPTANCE_PERCENT.items()} == by_seed
 
 
 def test_an_unknown_codec_is_refused_with_those_there_are(tmp_path: Path) -> None:
