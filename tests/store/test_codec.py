@@ -125,8 +125,8 @@ def test_int8_is_four_times_as_close_as_fp8_even_beside_channels_that_tower_abov
 def test_fp8_decodes_as_torch_does() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F]  # NaN, which is never written: the scale says it
-    scale = torch.tensor(2.0**-5, dtype=torch.bfloat16)
-    ours = decode_fp8({"": codes.view(torch.float8_e4m3fn), "scale": scale})
+    scale = torch.tensor([2.0**-5], dtype=torch.bfloat16)
+    (ours,) = decode_fp8({"": codes.view(torch.float8_e4m3fn)[None], "scale": scale})
     assert same_bits(ours, (codes.view(torch.float8_e4m3fn).float() * 2.0**-5).bfloat16())
 
 
@@ -156,6 +156,16 @@ def test_a_lossless_store_of_a_target_that_computes_in_float32_is_not_begun(tmp_
     ):
         pass
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("shape", [(20, 3, 64), (20, 64), (5000, 96), (0, 3, 8)])
+def test_states_are_decoded_in_the_memory_that_is_given_as_in_new(name: str, shape: tuple[int, ...]) -> None:
+    codec = CODECS[name]
+    parts = codec.encode(torch.randn(shape).bfloat16())
+    into = torch.full(shape, 7.0, dtype=codec.decoded)
+    assert codec.decode(parts, into) is into
+    assert torch.equal(into, codec.decode(parts))
 
 
 @pytest.mark.parametrize("name", SPANS_OF_TOKENS)

@@ -1,15 +1,18 @@
 """How states become the tensors of a shard, and back.
 
-`encode` splits the states of a sequence into named parts, and `decode` undoes it. The part named "" has the states'
-own shape, and every part has the tokens as its first axis, so that any span of them can be read alone. But for the
-parts that are `ragged`: those are bytes, and can be read for the whole sequence alone.
+`encode` splits the states of a sequence into named parts, and `decode` undoes it, in memory that it is given, of the
+states' shape in dtype `decoded` and contiguous, or else in new memory, or in none where the states are as they are
+stored. The part named "" has the states' own shape, and every part has the tokens as its first axis, so that any span
+of them can be read alone. But for the parts that are `ragged`: those are bytes, and can be read for the whole sequence
+alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import pyarrow
@@ -18,9 +21,15 @@ import torch
 from draftsmith.errors import StoreError
 
 Parts = dict[str, torch.Tensor]
+
+
+class Decode(Protocol):
+    def __call__(self, parts: Parts, into: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
 E4M3_LARGEST = 448.0
 BLOCK = 64  # values of a state that share a scale in int8, but for a width that is no multiple
-BLOCKS_AT_ONCE = {"cpu": 1 << 11, "cuda": 1 << 18}  # in a processor's cache; in little of a device's memory
+VALUES_AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 24}  # in a processor's cache; in little of a device's memory
 LARGEST_SCALE = 2.0**112  # so that the largest that `decode_int8` makes of it is a bfloat16
 _ZSTD = pyarrow.Codec("zstd", compression_level=1)
 
@@ -28,7 +37,7 @@ _ZSTD = pyarrow.Codec("zstd", compression_level=1)
 @dataclass(frozen=True)
 class Codec:
     encode: Callable[[torch.Tensor], Parts]  # [T, …, Ht] → parts
-    decode: Callable[[Parts], torch.Tensor]
+    decode: Decode
     ragged: tuple[str, ...] = ()
     error: float | None = None  # of a state, relative, as large as is usual; None: encoded on the CPU alone
     dtype: str | None = None  # that the target must compute in
@@ -45,9 +54,9 @@ def encode_fp32(states: torch.Tensor) -> Parts:
     return {"": states.to(torch.float32)}
 
 
-def decode_plain(parts: Parts) -> torch.Tensor:
+def decode_plain(parts: Parts, into: torch.Tensor | None = None) -> torch.Tensor:
     """The values, in the dtype that they are stored in."""
-    return parts[""]
+    return parts[""] if into is None else into.copy_(parts[""])
 
 
 def encode_fp8(states: torch.Tensor) -> Parts:
@@ -66,15 +75,20 @@ def encode_fp8(states: torch.Tensor) -> Parts:
     return {"": codes.to(torch.float8_e4m3fn), "scale": scale.to(torch.bfloat16)}
 
 
-def decode_fp8(parts: Parts) -> torch.Tensor:
+def decode_fp8(parts: Parts, into: torch.Tensor | None = None) -> torch.Tensor:
     """In bfloat16, which holds every product of a code and its scale exactly.
 
     A code's bits, moved into place, are those of a bfloat16 whose exponent is 120 too low: e4m3 counts exponents from
     -7, bfloat16 from -127. torch's own conversion takes three times as long on a CPU.
     """
-    bits = parts[""].view(torch.int8).to(torch.int16)
-    raised = ((bits & 0x7F) << 4) | (bits & -0x8000)
-    return raised.view(torch.bfloat16).mul_(2.0**120).mul_(parts["scale"].unsqueeze(-1))
+    codes, scales = parts[""], parts["scale"]
+    states = _room(codes, into)
+    rows = (values.flatten(0, -2) for values in (codes, scales.unsqueeze(-1), states))
+    for code, scale, some in _pieces(*rows):
+        bits = code.view(torch.int8).to(torch.int16)
+        raised = ((bits & 0x7F) << 4) | (bits & -0x8000)
+        torch.mul(raised.view(torch.bfloat16).mul_(2.0**120), scale, out=some)
+    return states
 
 
 def encode_int8(states: torch.Tensor) -> Parts:
@@ -87,8 +101,7 @@ def encode_int8(states: torch.Tensor) -> Parts:
     turn = _hadamard(size, blocks.device) / size
     codes = torch.empty(blocks.shape, dtype=torch.int8, device=blocks.device)
     scales = torch.empty(len(blocks), 1, dtype=torch.bfloat16, device=blocks.device)
-    at_once = BLOCKS_AT_ONCE[blocks.device.type]
-    for some, code, scale in zip(*(values.split(at_once) for values in (blocks, codes, scales)), strict=True):
+    for some, code, scale in _pieces(blocks, codes, scales):
         turned = some.float() @ turn
         scale.copy_(turned.abs().amax(-1, keepdim=True) / 127).clamp_(min=2.0**-126)
         code.copy_(turned.div_(scale.float()).round_().nan_to_num_(0).clamp_(-127, 127))
@@ -97,17 +110,26 @@ def encode_int8(states: torch.Tensor) -> Parts:
     return {"": codes.view(states.shape), "scale": scales.where(whole, torch.nan)}
 
 
-def decode_int8(parts: Parts) -> torch.Tensor:
+def decode_int8(parts: Parts, into: torch.Tensor | None = None) -> torch.Tensor:
     """In bfloat16. The sums are of integers and exact, whatever their order."""
     codes, scales = parts[""], parts["scale"]
-    states = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
+    states = _room(codes, into)
     size = codes.shape[-1] // scales.shape[-1]
     turn = _hadamard(size, codes.device)
     blocks = (values.unflatten(-1, (scales.shape[-1], -1)).flatten(0, -2) for values in (codes, scales, states))
-    at_once = BLOCKS_AT_ONCE[codes.device.type]
-    for code, scale, some in zip(*(values.split(at_once) for values in blocks), strict=True):
+    for code, scale, some in _pieces(*blocks):
         torch.mul(code.float() @ turn, scale.float(), out=some)
     return states
+
+
+def _room(codes: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    return torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device) if into is None else into
+
+
+def _pieces(*rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Some rows of each at a time, [n, width]: so many that what is computed of them is in fast memory."""
+    at_once = max(1, VALUES_AT_ONCE[rows[0].device.type] // max(values.shape[-1] for values in rows))
+    return zip(*(values.split(at_once) for values in rows), strict=True)
 
 
 def _hadamard(size: int, device: torch.device) -> torch.Tensor:
@@ -133,7 +155,7 @@ def encode_lossless(states: torch.Tensor) -> Parts:
     return {"": torch.from_numpy(np.ascontiguousarray(low)), "exponent": torch.from_numpy(packed.copy())}
 
 
-def decode_lossless(parts: Parts) -> torch.Tensor:
+def decode_lossless(parts: Parts, into: torch.Tensor | None = None) -> torch.Tensor:
     low = parts[""].numpy()
     bits = np.empty(low.shape, dtype=np.uint16)
     lower, upper = _halves(bits)
@@ -143,7 +165,8 @@ def decode_lossless(parts: Parts) -> torch.Tensor:
         shape = list(low.shape)
         shape[0], shape[-2] = shape[-2], shape[0]
         upper[:] = unpacked.reshape(shape).swapaxes(0, -2)
-    return torch.from_numpy(((bits >> 1) | (bits << 15)).view(np.int16)).view(torch.bfloat16)
+    states = torch.from_numpy(((bits >> 1) | (bits << 15)).view(np.int16)).view(torch.bfloat16)
+    return states if into is None else into.copy_(states)
 
 
 def _halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

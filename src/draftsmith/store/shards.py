@@ -15,7 +15,6 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -95,6 +94,10 @@ class Store:
 
     def __getitem__(self, index: int) -> Features:
         """Raises StoreError if the shard that holds the sequence is damaged; names it."""
+        return self._read(index)
+
+    def _read(self, index: int, aux: torch.Tensor | None = None, last: torch.Tensor | None = None) -> Features:
+        """With its states in the memory that is given, [T, A, Ht] and [T, Ht]."""
         number, place, start, stop = self._spans[index]
         shard = self._shard(number)
         return Features(
@@ -103,8 +106,8 @@ class Store:
             split=self.splits[index],
             input_ids=shard["input_ids"][start:stop].long(),
             loss_mask=shard["loss_mask"][start:stop].bool(),
-            aux=self._states(shard, "aux", place, start, stop),
-            last=self._states(shard, "last", place, start, stop),
+            aux=self._states(shard, "aux", place, start, stop, aux),
+            last=self._states(shard, "last", place, start, stop, last),
         )
 
     def read_into(self, indexes: Sequence[int], aux: torch.Tensor, last: torch.Tensor) -> list[Features]:
@@ -119,8 +122,8 @@ class Store:
         """
 
         def lay_out(index: int, start: int) -> Features:
-            found, stop = self[index], start + self.lengths[index]
-            return replace(found, aux=aux[start:stop].copy_(found.aux), last=last[start:stop].copy_(found.last))
+            stop = start + self.lengths[index]
+            return self._read(index, aux[start:stop], last[start:stop])
 
         starts = accumulate((self.lengths[index] for index in indexes), initial=0)
         return list(self._readers.map(lay_out, indexes, starts))
@@ -144,7 +147,9 @@ class Store:
                 for advice in (mmap.MADV_WILLNEED, MADV_POPULATE_READ):
                     _madvise(begin, tensor.data_ptr() + tensor.nbytes - begin, advice)
 
-    def _states(self, shard: dict[str, torch.Tensor], name: str, place: int, start: int, stop: int) -> torch.Tensor:
+    def _states(
+        self, shard: dict[str, torch.Tensor], name: str, place: int, start: int, stop: int, into: torch.Tensor | None
+    ) -> torch.Tensor:
         codec, parts = CODECS[self.manifest.codec], {"": shard[name][start:stop]}
         for key, tensor in shard.items():
             stem, _, part = key.partition(".")
@@ -153,7 +158,9 @@ class Store:
                 parts[part] = tensor[ends[place] : ends[place + 1]]
             elif stem == name and part and not part.endswith(".offsets"):
                 parts[part] = tensor[start:stop]
-        return codec.decode(parts)
+        if into is not None and into.dtype != codec.decoded:
+            return into.copy_(codec.decode(parts))
+        return codec.decode(parts, into)
 
     def _shard(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors of a shard, mapped; checked the first time."""
