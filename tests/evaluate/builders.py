@@ -15,7 +15,7 @@ from draftsmith.draft.config import draft_config
 from draftsmith.draft.files import save_draft
 from draftsmith.draft.loss import teacher_of, total_loss, unrolled_loss
 from draftsmith.draft.model import Draft
-from draftsmith.evaluate.speculate import GreedyTarget, greedy_decode
+from draftsmith.evaluate.speculate import TargetReader, greedy_decode
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Draft as DraftSettings
 from draftsmith.recipe import Recipe, parse
@@ -51,17 +51,17 @@ class Text:
 class World:
     facts: TargetFacts
     head: TargetHead
-    target: GreedyTarget
+    target: TargetReader
     texts: list[Text]
     untrained: Draft
     trained: Draft
 
 
-def open_target(folder: Path, shift_aux: int = 0) -> tuple[TargetFacts, GreedyTarget, Any]:
+def open_target(folder: Path, shift_aux: int = 0) -> tuple[TargetFacts, TargetReader, Any]:
     facts = replace(read_facts(str(folder)), eos_token_ids=())  # answers of one length, whatever they say
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
     ids = tuple(id + shift_aux for id in facts.aux_layer_ids or ())
-    return facts, GreedyTarget(model, decoder_layers(model, facts), ids), model
+    return facts, TargetReader(model, decoder_layers(model, facts), ids), model
 
 
 def make_prompts(seed: int = 0) -> list[list[int]]:
@@ -81,7 +81,7 @@ def build_world(folder: Path, training_steps: int = 120) -> World:
     return World(facts, head, target, texts, untrained, trained)
 
 
-def read_text(facts: TargetFacts, target: GreedyTarget, prompt: list[int], answer: list[int]) -> Text:
+def read_text(facts: TargetFacts, target: TargetReader, prompt: list[int], answer: list[int]) -> Text:
     """A text with the target's states."""
     states: list[torch.Tensor] = []
     last_layer = decoder_layers(target.model, facts)[-1]

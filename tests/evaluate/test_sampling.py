@@ -18,7 +18,7 @@ from draftsmith.draft.model import Draft
 from draftsmith.evaluate import sampling, speculate
 from draftsmith.evaluate.lossless import chance_of, places
 from draftsmith.evaluate.sampling import Sampling, distribution, draw, verify
-from draftsmith.evaluate.speculate import Drafter, GreedyTarget, speculative_decode
+from draftsmith.evaluate.speculate import Drafter, TargetReader, speculative_decode
 from draftsmith.probe.facts import read_facts
 from draftsmith.target import decoder_layers, load_head
 from tests.conftest import build_tiny_target
@@ -33,7 +33,7 @@ REFUSED = 1e-6  # a right decoder is called wrong once in a million seeds
 class Small:
     """A target of six words, so that the probability of every text of three is known."""
 
-    target: GreedyTarget
+    target: TargetReader
     draft: Draft
     exact: dict[tuple[int, ...], float]
 
@@ -45,13 +45,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     )
     facts = replace(read_facts(str(folder)), aux_layer_ids=(1, 2, 3))
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    target = GreedyTarget(model, decoder_layers(model, facts), (1, 2, 3))
+    target = TargetReader(model, decoder_layers(model, facts), (1, 2, 3))
     draft = make_draft(facts, load_head(facts, CPU, torch.float32), DRAFT_IDS)
     return Small(target, draft, exact_texts(target, temperature=0.8))
 
 
 @torch.inference_mode()
-def exact_texts(target: GreedyTarget, temperature: float) -> dict[tuple[int, ...], float]:
+def exact_texts(target: TargetReader, temperature: float) -> dict[tuple[int, ...], float]:
     found = {}
     for text in product(range(WORDS), repeat=TOKENS - 1):
         logits, _ = target.read([*PROMPT, *text], keep=TOKENS, cached=False)

@@ -12,7 +12,7 @@ from draftsmith.errors import TargetError
 from draftsmith.evaluate.speculate import (
     Decoded,
     DraftCache,
-    GreedyTarget,
+    TargetReader,
     greedy_decode,
     speculative_decode,
     stop_length,
@@ -21,7 +21,7 @@ from tests.conftest import build_tiny_target
 from tests.evaluate.builders import ANSWER_TOKENS, STEPS, World, make_draft, make_prompts, open_target
 
 
-def count_accepted(world: World, draft: Draft, target: GreedyTarget) -> int:
+def count_accepted(world: World, draft: Draft, target: TargetReader) -> int:
     """Accepted drafts over all prompts, having checked that every text is what the target writes alone."""
     accepted = 0
     for text in world.texts:
@@ -122,7 +122,7 @@ def test_a_recurrent_target_is_refused_before_any_decoding() -> None:
 
     model = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=8, num_hidden_layers=4, state_size=2))
     with pytest.raises(TargetError, match=r"recurrent state(.|\n)*evaluate\.prompts=0"):
-        GreedyTarget(model, nn.ModuleList(), ())
+        TargetReader(model, nn.ModuleList(), ())
 
 
 def test_the_draft_cache_attends_as_one_causal_pass_does() -> None:

@@ -14,7 +14,7 @@ import torch
 from draftsmith.draft.config import draft_config
 from draftsmith.draft.loss import teacher_of, total_loss, unrolled_loss
 from draftsmith.draft.model import Draft
-from draftsmith.evaluate.speculate import GreedyTarget, speculative_decode
+from draftsmith.evaluate.speculate import TargetReader, speculative_decode
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Draft as DraftSettings
 from draftsmith.recipe import Target
@@ -34,7 +34,7 @@ class TaughtTarget:
         self.head = load_head(self.facts, CPU, torch.float32)
         self.model = load_target(self.facts, Target(model=str(folder)), CPU, torch.float32)
         self.layers = decoder_layers(self.model, self.facts)
-        self.reader = GreedyTarget(self.model, self.layers, self.aux_layer_ids)
+        self.reader = TargetReader(self.model, self.layers, self.aux_layer_ids)
 
     def text(self, prompt: list[int], answer: list[int]) -> Text:
         """A prompt with its answer and the states of both."""

@@ -19,7 +19,7 @@ from draftsmith.evaluate.held_out import HeldOut, first_prompt, open_held_out, o
 from draftsmith.evaluate.offline import replay, target_top1
 from draftsmith.evaluate.renderings import FirstTurn, Prompts, count, renderings, try_renderings
 from draftsmith.evaluate.rounds import share
-from draftsmith.evaluate.speculate import GreedyTarget, greedy_decode
+from draftsmith.evaluate.speculate import TargetReader, greedy_decode
 from draftsmith.progress import progress
 from draftsmith.recipe import Recipe
 from draftsmith.records import Features
@@ -45,7 +45,7 @@ def explain(recipe: Recipe, paths: RunPaths, folder: Path | None) -> dict[str, A
     draft, mismatches = _load(folder, held_out)
     target = open_target(held_out, _ids_to_read(held_out, draft))
     texts = list(_texts(held_out, draft, target))
-    reader = GreedyTarget(target.model, decoder_layers(target.model, held_out.facts), draft.config.aux_layer_ids)
+    reader = TargetReader(target.model, decoder_layers(target.model, held_out.facts), draft.config.aux_layer_ids)
     turns = _first_turns(held_out)
     trials = diagnose(draft, held_out.facts, texts, held_out.steps) + _on_stored_states(held_out, draft, texts)
     rendered = try_renderings(draft, reader, turns, renderings(_prompts(held_out)), held_out.steps)
@@ -85,7 +85,7 @@ def _ids_to_read(held_out: HeldOut, draft: Draft) -> tuple[int, ...]:
     return tuple(sorted({id + shift for id in draft.config.aux_layer_ids for shift in _shifts(held_out, draft)}))
 
 
-def _texts(held_out: HeldOut, draft: Draft, target: GreedyTarget) -> Iterator[Recorded]:
+def _texts(held_out: HeldOut, draft: Draft, target: TargetReader) -> Iterator[Recorded]:
     """Held-out texts with the target's states at the draft's layer ids, and at those one lower and one higher."""
     every, ids = _ids_to_read(held_out, draft), draft.config.aux_layer_ids
     chosen = _chosen(held_out)
@@ -148,7 +148,7 @@ def _prompts(held_out: HeldOut) -> Prompts:
     return Prompts(load_tokenizer(held_out.facts, recipe.target), template, recipe.prepare.chat_template_kwargs)
 
 
-def _on_own_answers(held_out: HeldOut, draft: Draft, target: GreedyTarget, turns: list[FirstTurn]) -> Trial:
+def _on_own_answers(held_out: HeldOut, draft: Draft, target: TargetReader, turns: list[FirstTurn]) -> Trial:
     """What the draft accepts on answers that the target writes to the same prompts, against the recorded ones."""
     before, after = [], []
     with progress("answer", len(turns), "prompts") as bar:

@@ -18,7 +18,7 @@ from draftsmith.errors import CheckpointError, DataError
 from draftsmith.evaluate.journal import work_through
 from draftsmith.evaluate.lossless import deviations
 from draftsmith.evaluate.offline import replay, target_top1
-from draftsmith.evaluate.speculate import GreedyTarget, speculative_decode
+from draftsmith.evaluate.speculate import TargetReader, speculative_decode
 from draftsmith.recipe import Recipe
 from draftsmith.records import Features, TargetFacts
 from draftsmith.rundir import RunPaths
@@ -120,13 +120,13 @@ def replay_recorded(held_out: HeldOut) -> dict[str, dict[str, Any]]:
     return dict(zip(ids, results, strict=True))
 
 
-def open_target(held_out: HeldOut, aux_layer_ids: tuple[int, ...]) -> GreedyTarget:
+def open_target(held_out: HeldOut, aux_layer_ids: tuple[int, ...]) -> TargetReader:
     """The target itself, which gives its states at these layer ids."""
     model = load_target(held_out.facts, held_out.recipe.target, held_out.device, held_out.dtype)
-    return GreedyTarget(model, decoder_layers(model, held_out.facts), aux_layer_ids)
+    return TargetReader(model, decoder_layers(model, held_out.facts), aux_layer_ids)
 
 
-def decode_prompts(held_out: HeldOut, target: GreedyTarget) -> dict[str, dict[str, Any]]:
+def decode_prompts(held_out: HeldOut, target: TargetReader) -> dict[str, dict[str, Any]]:
     """Decode held-out prompts with the trained draft, judge each text, and replay every draft on it."""
     settings = held_out.recipe.evaluate
     prompts = choose_prompts(held_out)

@@ -20,7 +20,7 @@ from jinja2.exceptions import TemplateError
 from draftsmith.draft.model import Draft
 from draftsmith.evaluate.diagnose import CHANCE, Counts, Trial, accepted_in, compared
 from draftsmith.evaluate.offline import replay
-from draftsmith.evaluate.speculate import GreedyTarget
+from draftsmith.evaluate.speculate import TargetReader
 from draftsmith.progress import progress
 
 SWITCHES = ("enable_thinking", "thinking")  # of Qwen and many others; of DeepSeek and Kimi
@@ -130,7 +130,7 @@ def renderings(prompts: Prompts) -> Iterator[Rendering]:
 
 
 def try_renderings(
-    draft: Draft, target: GreedyTarget, turns: Sequence[FirstTurn], others: Iterable[Rendering], steps: int
+    draft: Draft, target: TargetReader, turns: Sequence[FirstTurn], others: Iterable[Rendering], steps: int
 ) -> list[Trial]:
     """What the draft accepts on the same answers behind other prompts; renderings that change none are left out.
 
@@ -165,7 +165,7 @@ def try_renderings(
 
 
 @torch.inference_mode()
-def count(draft: Draft, target: GreedyTarget, prompt: list[int], answer: list[int], steps: int) -> tuple[int, int]:
+def count(draft: Draft, target: TargetReader, prompt: list[int], answer: list[int], steps: int) -> tuple[int, int]:
     """Drafted tokens accepted over the slots of an answer behind a prompt, and the slots."""
     logits, aux = target.read(prompt + answer, keep=len(answer) + 1, cached=False)
     ids = torch.tensor(prompt + answer, device=logits.device)

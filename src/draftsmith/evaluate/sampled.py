@@ -11,10 +11,10 @@ from draftsmith.evaluate.held_out import HeldOut, choose_prompts, first_prompt
 from draftsmith.evaluate.journal import work_through
 from draftsmith.evaluate.lossless import places
 from draftsmith.evaluate.sampling import Sampling, distribution
-from draftsmith.evaluate.speculate import GreedyTarget, speculative_decode
+from draftsmith.evaluate.speculate import TargetReader, speculative_decode
 
 
-def sample_prompts(held_out: HeldOut, target: GreedyTarget) -> dict[str, dict[str, Any]]:
+def sample_prompts(held_out: HeldOut, target: TargetReader) -> dict[str, dict[str, Any]]:
     """Decode the prompts of `decode_prompts` again, at temperature, with the trained draft."""
     settings = held_out.recipe.evaluate
     prompts = choose_prompts(held_out)

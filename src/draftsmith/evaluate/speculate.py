@@ -40,7 +40,7 @@ class Decoded:
     accepted: list[int]
 
 
-class GreedyTarget:
+class TargetReader:
     """The target reading one text at a time, with its auxiliary states; its hooks stay on the model."""
 
     def __init__(self, model: Any, layers: nn.ModuleList, aux_layer_ids: tuple[int, ...]) -> None:
@@ -160,7 +160,7 @@ class Drafter:
 
 
 @torch.inference_mode()
-def greedy_decode(target: GreedyTarget, ids: list[int], max_new_tokens: int, eos_ids: Collection[int]) -> list[int]:
+def greedy_decode(target: TargetReader, ids: list[int], max_new_tokens: int, eos_ids: Collection[int]) -> list[int]:
     """Plain greedy decoding, one token at a time: what speculative decoding must equal."""
     target.begin()
     tokens: list[int] = []
@@ -174,7 +174,7 @@ def greedy_decode(target: GreedyTarget, ids: list[int], max_new_tokens: int, eos
 
 @torch.inference_mode()
 def speculative_decode(
-    target: GreedyTarget,
+    target: TargetReader,
     draft: Draft,
     ids: list[int],
     max_new_tokens: int,
