@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from draftsmith.draft.config import draft_config
 from draftsmith.draft.files import save_draft
 from draftsmith.draft.loss import teacher_of, total_loss, unrolled_loss
 from draftsmith.draft.model import Draft
+from draftsmith.evaluate.sampling import distribution
 from draftsmith.evaluate.speculate import TargetReader, greedy_decode
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Draft as DraftSettings
@@ -24,9 +26,11 @@ from draftsmith.rundir import RunPaths, write_json
 from draftsmith.store.manifest import Manifest, identity
 from draftsmith.store.writer import StoreWriter
 from draftsmith.target import TargetHead, decoder_layers, load_head
+from tests.conftest import build_tiny_target
 
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS, STEPS = 4, 9, 40, 3
 CPU = torch.device("cpu")
+WORDS, DRAFT_IDS, SMALL_PROMPT = 6, [1, 2, 4, 5], [2, 5, 2]
 
 
 @dataclass
@@ -55,6 +59,35 @@ class World:
     texts: list[Text]
     untrained: Draft
     trained: Draft
+
+
+@dataclass
+class Small:
+    """A target of six words, so that the probability of every short text can be known, and an untrained draft."""
+
+    target: TargetReader
+    draft: Draft
+
+
+def build_small(folder: Path) -> Small:
+    build_tiny_target(folder, vocab_size=WORDS, num_hidden_layers=3, pad_token_id=None)
+    facts = replace(read_facts(str(folder)), aux_layer_ids=(1, 2, 3))
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    target = TargetReader(model, decoder_layers(model, facts), (1, 2, 3))
+    return Small(target, make_draft(facts, load_head(facts, CPU, torch.float32), DRAFT_IDS))
+
+
+@torch.inference_mode()
+def exact_texts(target: TargetReader, tokens: int, temperature: float) -> dict[tuple[int, ...], float]:
+    """Every text of so many tokens after the prompt, with its probability."""
+    found = {}
+    for text in product(range(WORDS), repeat=tokens - 1):
+        logits, _ = target.read([*SMALL_PROMPT, *text], keep=tokens, cached=False)
+        *before, last = distribution(logits, temperature).double()
+        chance = float(torch.stack([probs[token] for probs, token in zip(before, text, strict=True)]).prod())
+        found |= {(*text, token): chance * float(last[token]) for token in range(WORDS)}
+    assert abs(sum(found.values()) - 1) < 1e-6
+    return found
 
 
 def open_target(folder: Path, shift_aux: int = 0) -> tuple[TargetFacts, TargetReader, Any]:

@@ -5,12 +5,17 @@ from pathlib import Path
 import pytest
 
 from draftsmith.evaluate.speculate import Decoded, speculative_decode
-from tests.evaluate.builders import ANSWER_TOKENS, STEPS, World, build_world
+from tests.evaluate.builders import ANSWER_TOKENS, STEPS, Small, World, build_small, build_world
 
 
 @pytest.fixture(scope="session")
 def world(tiny_target: Path) -> World:
     return build_world(tiny_target)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    return build_small(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from draftsmith.evaluate.rounds import Rounds, confidence_95, position_bucket, round_starts, summarise
+from draftsmith.evaluate.rounds import Rounds, confidence_95, difference, position_bucket, round_starts, summarise
 
 
 def text(accepted: list[int], conversation: str = "c", domain: str = "d", first: int = 10) -> Rounds:
@@ -86,6 +88,36 @@ def test_the_interval_draws_whole_conversations() -> None:
 def test_texts_of_one_conversation_are_drawn_together() -> None:
     texts = [text([a], conversation=c) for c, a in (("x", 3), ("x", 0), ("y", 0), ("y", 3))]
     assert confidence_95(texts, 3, seed=0) == (2.5, 2.5)
+
+
+def test_a_round_that_is_expected_twice_as_often_counts_twice() -> None:
+    texts = [text([i % 4, 1, 0], conversation=str(i), domain="ab"[i % 2]) for i in range(9)]
+    often = [replace(one, weights=[2.0, 0.5, 1.0]) for one in texts]
+    quarters = [
+        Rounds(
+            one.conversation_id,
+            one.domain,
+            [start for start, times in zip(one.starts, (4, 1, 2), strict=True) for _ in range(times)],
+            [a for a, times in zip(one.accepted, (4, 1, 2), strict=True) for _ in range(times)],
+            one.tokens,
+        )
+        for one in texts
+    ]
+    found, same = (summarise("x", some, 3, seed=0) for some in (often, quarters))
+    assert found.extra["rounds"] == same.extra["rounds"] / 2
+    assert found.per_position == pytest.approx(same.per_position)
+    assert found.confidence_95 == pytest.approx(same.confidence_95)
+    for name in ("a", "b"):
+        ours, theirs = (one.extra["by_domain"][name]["mean_acceptance_length"] for one in (found, same))
+        assert ours == pytest.approx(theirs)
+
+
+def test_the_difference_of_two_readings_is_drawn_over_the_conversations_of_both() -> None:
+    measured = [text([i % 4, 1], conversation=str(i)) for i in range(8)]
+    found = difference(measured, [replace(one, accepted=[a + 1 for a in one.accepted]) for one in measured], seed=0)
+    assert found == {"difference": -1, "confidence_95": (-1, -1)}  # conversations differ, and both alike
+    assert difference(measured[:1], measured[:1], seed=0) == {"difference": 0, "confidence_95": None}
+    assert difference([], [], seed=0) == {"difference": None, "confidence_95": None}
 
 
 def test_each_round_starts_after_the_accepted_tokens_and_the_bonus() -> None:

@@ -7,59 +7,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import product
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from draftsmith.draft.model import Draft
 from draftsmith.evaluate import sampling, speculate
 from draftsmith.evaluate.lossless import chance_of, places
 from draftsmith.evaluate.sampling import Sampling, distribution, draw, verify
-from draftsmith.evaluate.speculate import Drafter, TargetReader, speculative_decode
-from draftsmith.probe.facts import read_facts
-from draftsmith.target import decoder_layers, load_head
-from tests.conftest import build_tiny_target
-from tests.evaluate.builders import CPU, make_draft
+from draftsmith.evaluate.speculate import Drafter, speculative_decode
+from tests.evaluate.builders import DRAFT_IDS, SMALL_PROMPT, WORDS, Small, exact_texts
 
-WORDS, DRAFT_IDS, PROMPT = 6, [1, 2, 4, 5], [2, 5, 2]
 TEXTS, TOKENS = 300, 3  # the prompt's token, a draft, and with K = 1 the bonus
 REFUSED = 1e-6  # a right decoder is called wrong once in a million seeds
 
 
-@dataclass
-class Small:
-    """A target of six words, so that the probability of every text of three is known."""
-
-    target: TargetReader
-    draft: Draft
-    exact: dict[tuple[int, ...], float]
-
-
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
-    folder = build_tiny_target(
-        tmp_path_factory.mktemp("small"), vocab_size=WORDS, num_hidden_layers=3, pad_token_id=None
-    )
-    facts = replace(read_facts(str(folder)), aux_layer_ids=(1, 2, 3))
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    target = TargetReader(model, decoder_layers(model, facts), (1, 2, 3))
-    draft = make_draft(facts, load_head(facts, CPU, torch.float32), DRAFT_IDS)
-    return Small(target, draft, exact_texts(target, temperature=0.8))
-
-
-@torch.inference_mode()
-def exact_texts(target: TargetReader, temperature: float) -> dict[tuple[int, ...], float]:
-    found = {}
-    for text in product(range(WORDS), repeat=TOKENS - 1):
-        logits, _ = target.read([*PROMPT, *text], keep=TOKENS, cached=False)
-        *before, last = distribution(logits, temperature).double()
-        chance = float(torch.stack([probs[token] for probs, token in zip(before, text, strict=True)]).prod())
-        found |= {(*text, token): chance * float(last[token]) for token in range(WORDS)}
-    assert sum(found.values()) == pytest.approx(1)
-    return found
+def exact(small: Small) -> dict[tuple[int, ...], float]:
+    return exact_texts(small.target, TOKENS, temperature=0.8)
 
 
 def chi_squared(counts: Counter, exact: dict, least: float = 5.0) -> float:
@@ -81,17 +45,19 @@ def write_texts(small: Small, draft_temperature: float, steps: int = 1) -> tuple
     taken = []
     for seed in range(TEXTS):
         settings = Sampling(0.8, draft_temperature, seed)
-        decoded = speculative_decode(small.target, small.draft, PROMPT, TOKENS, (), steps, settings)
+        decoded = speculative_decode(small.target, small.draft, SMALL_PROMPT, TOKENS, (), steps, settings)
         counts[tuple(decoded.tokens)] += 1
         taken += decoded.accepted
     return counts, sum(taken) / (steps * len(taken))
 
 
 @pytest.mark.parametrize(("draft_temperature", "steps"), [(0.0, 1), (1.0, 2)])
-def test_texts_are_written_as_often_as_the_target_would(small: Small, draft_temperature: float, steps: int) -> None:
+def test_texts_are_written_as_often_as_the_target_would(
+    small: Small, exact: dict, draft_temperature: float, steps: int
+) -> None:
     counts, taken = write_texts(small, draft_temperature, steps)
     assert 0.05 < taken < 0.9  # both branches are taken
-    assert chi_squared(counts, small.exact) > 0.01
+    assert chi_squared(counts, exact) > 0.01
 
 
 def take_all(drafted, q, p, generator):
@@ -122,17 +88,17 @@ def q_without_the_vocabulary_map(drafted, q, p, generator):
     ids=["every draft is taken", "bonus from the draft", "no d2t", "resampled from p", "resampled from q"],
 )
 def test_a_planted_fault_is_caught(
-    small: Small, monkeypatch: pytest.MonkeyPatch, of: object, name: str, fault: object
+    small: Small, exact: dict, monkeypatch: pytest.MonkeyPatch, of: object, name: str, fault: object
 ) -> None:
     monkeypatch.setattr(of, name, fault)
     counts, _ = write_texts(small, draft_temperature=1.0)
-    assert chi_squared(counts, small.exact) < REFUSED
+    assert chi_squared(counts, exact) < REFUSED
 
 
 @torch.inference_mode()
 def test_a_draft_proposes_its_own_words_from_its_own_distribution(small: Small) -> None:
-    _, aux = small.target.read([*PROMPT, 0], keep=1, cached=False)
-    tokens, q = Drafter(small.draft, 0.7, torch.Generator().manual_seed(0)).propose([*PROMPT[1:], 0, 3], aux, 2)
+    _, aux = small.target.read([*SMALL_PROMPT, 0], keep=1, cached=False)
+    tokens, q = Drafter(small.draft, 0.7, torch.Generator().manual_seed(0)).propose([*SMALL_PROMPT[1:], 0, 3], aux, 2)
     assert set(tokens) <= set(DRAFT_IDS)
     assert q.shape == (2, WORDS)
     assert q[:, [word for word in range(WORDS) if word not in DRAFT_IDS]].eq(0).all()

@@ -41,7 +41,12 @@ def recipe(**served: Any) -> Recipe:
 
 
 def measured(
-    target: float = 1.0, draft: float = 0.1, differing: Any = (), forecast_share: float = 1.0
+    target: float = 1.0,
+    draft: float = 0.1,
+    differing: Any = (),
+    forecast_share: float = 1.0,
+    sampled: Any = (),
+    **served: Any,
 ) -> dict[str, Any]:
     """A machine whose steps always take the same, with such a share of the forecast's speed-up."""
     alone: Any = {(STEPS, size): {"seconds": target} for size in (1, 3, 8, 24)}
@@ -51,8 +56,9 @@ def measured(
         alone["chat", c] = {"repeats": [repeat(10.0 * c), repeat(12.0 * c)], "texts": [[1], [2]]}
         ours = [repeat(10.0 * c * speedup, 16), repeat(12.0 * c * speedup, 16)]
         drafted["chat", c] = {"repeats": ours, "texts": [[1], [2]], "differences": list(differing)}
-    offline = {"prompt_sets": [{"method": "recorded", "draft": "trained", "per_position": RATES}]}
-    return make_served(recipe(), alone, {K: drafted}, offline)
+    greedy = {"name": "recorded trained", "method": "recorded", "draft": "trained", "per_position": RATES}
+    offline = {"prompt_sets": [*sampled, greedy]}
+    return make_served(recipe(**served), alone, {K: drafted}, offline)
 
 
 def test_a_machine_of_even_steps_is_as_fast_as_forecast():
@@ -73,6 +79,43 @@ def test_a_forecast_of_twice_what_was_served_is_off_by_all_of_it():
     for one in measured(forecast_share=0.5)["prompt_sets"]:
         assert one["forecast"]["relative_error"] == pytest.approx(1.0)
         assert one["forecast"]["relative_error_at_served_acceptance"] == pytest.approx(1.0)
+
+
+def at_temperature(method: str, rates: list[float], **how: Any) -> dict[str, Any]:
+    usual = {"draft": "trained", "temperature": 0.7, "draft_sample_method": "greedy"}
+    return {"name": f"{method} trained", "method": method, "per_position": rates} | usual | how
+
+
+@pytest.mark.parametrize(
+    ("sampled", "acceptance_of"),
+    [
+        ([at_temperature("expected", [0.4, 0.1]), at_temperature("sampled", [0.5, 0.2])], "sampled trained"),
+        # an engine's draft proposes its likeliest token, whatever was sampled with here
+        (
+            [
+                at_temperature("sampled", [0.6, 0.3], draft_sample_method="probabilistic"),
+                at_temperature("expected", [0.5, 0.2]),
+            ],
+            "expected trained",
+        ),
+    ],
+)
+def test_serving_at_a_temperature_is_forecast_from_acceptance_at_it(sampled: Any, acceptance_of: str):
+    found = measured(sampled=sampled, temperature=0.7)
+    assert found["forecast"]["acceptance_of"] == acceptance_of
+    assert found["forecast"]["per_position"] == [0.5, 0.2]
+    assert "greedy" not in "\n".join(summary_lines(found))
+    assert measured(sampled=sampled)["forecast"]["acceptance_of"] == "recorded trained"
+
+
+@pytest.mark.parametrize("sampled", [[], [at_temperature("sampled", [0.5, 0.2], temperature=0.8)]])
+def test_a_forecast_of_greedy_acceptance_says_so_where_serving_samples(sampled: Any):
+    found = measured(sampled=sampled, temperature=0.7)
+    assert (found["forecast"]["temperature"], found["forecast"]["served_temperature"]) == (0, 0.7)
+    lines = "\n".join(summary_lines(found))
+    assert "made of greedy acceptance (recorded trained), and served at temperature 0.7" in lines
+    assert "evaluate.temperature=0.7" in lines
+    assert "greedy" not in "\n".join(summary_lines(measured(sampled=sampled)))
 
 
 def test_rates_are_those_of_both_and_the_speedup_is_over_repeats():

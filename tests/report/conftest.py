@@ -37,7 +37,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Pat
         },
         "extract": {"codec": "fp32"},
         "train": {"unroll_steps": 2, "max_steps": 8, "batch_tokens": 128, "log_every_steps": 1, "trackers": []},
-        "evaluate": {"prompts": 4, "max_new_tokens": 12, "num_speculative_tokens": 2},
+        "evaluate": {"prompts": 4, "max_new_tokens": 12, "num_speculative_tokens": 2, "temperature": 0.7},
         "export": {"dtype": "float32"},
     }
     file = folder / "recipe.yaml"

@@ -58,7 +58,7 @@ def test_the_figures_of_each_stage_are_on_the_page(finished):
     for found in load(finished / "evaluate/acceptance.json")["prompt_sets"]:
         expected = [found["mean_acceptance_length"], *found["per_position"], *found["confidence_95"], found["tokens"]]
         assert {*expected, *numbers_in(found["per_position_95"])} <= acceptance.numbers
-        assert f"{found['mean_acceptance_length']:.2f}" in cells(acceptance, found["name"])[1]
+        assert f"{found['mean_acceptance_length']:.2f}" in cells(acceptance.all("table")[0], found["name"])[1]
     manifest = load(finished / "extract/store/manifest.json")
     assert {v for v in manifest["parity"].values() if isinstance(v, float)} <= page.by_id("states").numbers
     assert load(finished / "serve/stage.json")["report"]["command"] in page.by_id("export").text
@@ -73,6 +73,23 @@ def test_domains_are_shown_beside_their_untrained_draft(finished):
         assert f"{sets['decoded trained']['by_domain'][domain]['mean_acceptance_length']:.2f}" in row[0]
         assert f"{before['mean_acceptance_length']:.2f}" in row[2]
         assert f"{before['confidence_95'][1]:.2f}" in row[2]
+
+
+def test_acceptance_at_temperature_is_shown_by_draft_tokens(finished):
+    section = page_of(finished).by_id("acceptance")
+    table = next(t for t in section.all("table") if "at temperature 0.7, by draft tokens" in t.all("caption")[0].text)
+    sets = [found for found in load(finished / "evaluate/acceptance.json")["prompt_sets"] if "temperature" in found]
+    assert len(sets) == 4
+    for found in sets:
+        how, *by_k = cells(table, found["name"])
+        assert how == ("sampled" if found["draft_sample_method"] == "probabilistic" else "its likeliest")
+        assert by_k[-1].startswith(f"{found['mean_acceptance_length']:.2f}")
+        if found["method"] == "sampled":
+            assert by_k[0] == "–"  # was measured with one K
+        else:
+            expected = found["by_num_speculative_tokens"]["1"]
+            assert {expected["mean_acceptance_length"], *expected["confidence_95"]} <= table.numbers
+    assert "tokens are spread as the target's own samples" in section.text
 
 
 def test_the_histogram_counts_every_sample(finished):

@@ -17,8 +17,10 @@ from tests.report.pages import load, numbers_in, page_of
 from tests.report.test_page import cells
 
 
-def leave_served(run: Path, differing: list | None = None) -> dict:
-    served = measured(differing=differing or []) | {"settings": {"enabled": True, "prompt_sets": ["it's.jsonl"]}}
+def leave_served(run: Path, differing: list | None = None, **settings: object) -> dict:
+    served = measured(differing=differing or [], **settings) | {
+        "settings": {"enabled": True, "prompt_sets": ["it's.jsonl"]}
+    }
     (run / "evaluate/served.json").write_text(json.dumps(served))
     return served
 
@@ -44,6 +46,12 @@ def test_texts_that_differ_are_told_from_near_ties(copy):
     text = page_of(copy).by_id("speed").text
     assert "1 leave at a near-tie" in text
     assert "1 differ" in text
+
+
+def test_a_forecast_of_greedy_acceptance_is_marked_where_serving_sampled(copy):
+    for temperature, marked in ((0.0, False), (0.7, True)):
+        leave_served(copy, temperature=temperature)
+        assert ("It is made of greedy acceptance" in page_of(copy).by_id("speed").text) == marked
 
 
 def test_the_speedup_is_a_figure_of_the_run_with_its_interval(copy):

@@ -38,7 +38,7 @@ def _offline(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     """Everything but serving. The target is let go of at the end, for the engines need its memory."""
     from draftsmith.evaluate.figures import make_report
     from draftsmith.evaluate.held_out import decode_prompts, open_held_out, open_target, release_memory, replay_recorded
-    from draftsmith.evaluate.sampled import sample_prompts
+    from draftsmith.evaluate.sampled import read_recorded, sample_prompts
     from draftsmith.rundir import write_json
 
     if recipe.evaluate.served.enabled and paths.acceptance.exists():  # of the same settings, or it would be stale
@@ -48,7 +48,8 @@ def _offline(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     target = open_target(held_out, held_out.store.manifest.aux_layer_ids) if recipe.evaluate.prompts else None
     decoded = decode_prompts(held_out, target) if target else {}
     sampled = sample_prompts(held_out, target) if target and recipe.evaluate.temperature else {}
-    report = make_report(held_out, recorded, decoded, sampled)
+    at_temperature = read_recorded(held_out) if recipe.evaluate.temperature else {}
+    report = make_report(held_out, recorded, decoded, sampled, at_temperature)
     write_json(paths.acceptance, report)
     del held_out, target
     release_memory()

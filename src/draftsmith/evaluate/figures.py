@@ -7,30 +7,40 @@ from typing import Any
 import torch
 
 from draftsmith.errors import CheckFailed
+from draftsmith.evaluate.expected import Taken, expect
 from draftsmith.evaluate.held_out import HeldOut
 from draftsmith.evaluate.lossless import chance_of
 from draftsmith.evaluate.offline import Replay, slot_rates
-from draftsmith.evaluate.rounds import Rounds, round_starts, share, summarise
+from draftsmith.evaluate.rounds import Rounds, bootstrap_95, difference, round_starts, share, summarise
+from draftsmith.evaluate.sampled import sampled_by_the_target
 
 Results = dict[str, dict[str, Any]]  # by sample id
 
+PROPOSING = {"greedy": "proposing its likeliest tokens", "probabilistic": "sampling its tokens"}
 LEAST_CHANCE = 1e-6  # of sampled texts; below it they are not the target's own
 
 
-def make_report(held_out: HeldOut, recorded: Results, decoded: Results, sampled: Results) -> dict[str, Any]:
+def make_report(
+    held_out: HeldOut, recorded: Results, decoded: Results, sampled: Results, at_temperature: Results
+) -> dict[str, Any]:
     """The stage's report, without the lines for people.
 
     `prompt_sets` lists one set of figures per way of measuring and draft: `decoded`, by real speculative decoding;
-    `sampled`, the same at `evaluate.temperature`; `replayed`, the hops of `offline.replay` on the decoded texts;
-    `recorded`, the same on the held-out samples.
+    `replayed`, the hops of `offline.replay` on the decoded texts; `recorded`, the same on the held-out samples.
+    At `evaluate.temperature`: `sampled`, by real decoding; `expected`, the rounds of `expected.expect` on the sampled
+    texts; `expected recorded`, the same on the held-out samples, where these are the target's own at that temperature.
     """
     own = sum(result["own_tokens"] for result in recorded.values())
     own_top1 = sum(result["own_tokens_top1"] for result in recorded.values())
     sets = [_decoded(held_out, "decoded", decoded)] if decoded else []
-    sets += [_decoded(held_out, "sampled", sampled)] if sampled else []
+    sets += [_decoded(held_out, "sampled", sampled) | _how_sampled(held_out)] if sampled else []
+    sets += _expected(held_out, "expected", sampled)
     for draft in held_out.drafts:
         sets += [_replayed(held_out, "replayed", draft, decoded)] if decoded else []
         sets.append(_replayed(held_out, "recorded", draft, recorded))
+        sets[-1]["at_temperature"] = _overlap(held_out, draft, at_temperature) if at_temperature else None
+    if sampled_by_the_target(held_out.recipe):
+        sets += _expected(held_out, "expected recorded", at_temperature)
     return {
         "num_speculative_tokens": held_out.steps,
         "target_dtype": str(held_out.dtype).removeprefix("torch."),
@@ -41,6 +51,7 @@ def make_report(held_out: HeldOut, recorded: Results, decoded: Results, sampled:
         "lossless": _lossless(decoded) if decoded else None,
         "lossless_sampled": _lossless_sampled(held_out, sampled) if sampled else None,
         "replay_equals_decoding": _agreement(decoded) if decoded else None,
+        "sampled_against_expected": _against_expected(held_out, sampled) if sampled else None,
     }
 
 
@@ -82,6 +93,9 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         )
         if name in by_name
     ]
+    lines += [_expected_line(found) for found in report["prompt_sets"] if "by_num_speculative_tokens" in found]
+    if by_name["recorded trained"]["at_temperature"]:
+        lines.append(_overlap_line(by_name["recorded trained"]))
     if report["lossless"]:
         found = report["lossless"]
         ties = f"; {len(found['ties'])} tokens at a tie within rounding" if found["ties"] else ""
@@ -93,6 +107,7 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
                 f"lossless at temperature {_temperature(report)}: {sampled['tokens']:,} tokens are spread as the "
                 f"target's own samples, p = {sampled['chance']:.2g}"
             )
+            lines += _against_lines(report["sampled_against_expected"])
         same = report["replay_equals_decoding"]
         lines.append(
             f"replay from states makes the same rounds as decoding on {same['equal']} of {same['prompts']} texts"
@@ -122,6 +137,35 @@ def _line(found: dict[str, Any], text: str, steps: int) -> str:
     )
 
 
+def _expected_line(found: dict[str, Any]) -> str:
+    texts = "the recorded texts" if found["method"] == "expected recorded" else "the sampled texts"
+    lengths = [
+        "{:.2f} ({:.2f} to {:.2f}) with K = {}".format(of["mean_acceptance_length"], *of["confidence_95"], k)
+        for k, of in found["by_num_speculative_tokens"].items()
+    ]
+    return (
+        f"{found['draft']} draft {PROPOSING[found['draft_sample_method']]}, expected of {texts} at temperature "
+        f"{found['temperature']:g}: acceptance length {', '.join(lengths)}"
+    )
+
+
+def _against_lines(found: dict[str, Any]) -> list[str]:
+    if found["difference"] is None:
+        return []
+    bounds = " (95 %: {:+.3f} to {:+.3f})".format(*found["confidence_95"]) if found["confidence_95"] else ""
+    return [f"sampled acceptance length less what is expected of the same texts: {found['difference']:+.3f}{bounds}"]
+
+
+def _overlap_line(found: dict[str, Any]) -> str:
+    of = found["at_temperature"]
+    rates = " ".join(f"{rate:.3f}" for rate in of["unconditional_per_position"])
+    return (
+        f"trained draft {PROPOSING[of['draft_sample_method']]}, recorded states at temperature {of['temperature']:g}: "
+        f"after the recorded words alone, by position {rates} of its tokens would be taken with K = "
+        f"{found['num_speculative_tokens']}"
+    )
+
+
 def _temperature(report: dict[str, Any]) -> str:
     return f"{report['lossless_sampled']['temperature']:g}" if report["lossless_sampled"] else "0"
 
@@ -133,6 +177,71 @@ def _decoded(held_out: HeldOut, method: str, decoded: Results) -> dict[str, Any]
         return Rounds(*_origin(held_out, id), starts, result["accepted"], tokens=len(result["answer_ids"]))
 
     return _summarise(held_out, method, "trained", [read(id) for id in decoded])
+
+
+def _how_sampled(held_out: HeldOut) -> dict[str, Any]:
+    settings = held_out.recipe.evaluate
+    return {"temperature": settings.temperature, "draft_sample_method": settings.draft_sample_method}
+
+
+def _expected(held_out: HeldOut, method: str, results: Results) -> list[dict[str, Any]]:
+    """Expected on texts that the target sampled: a set for each draft and way of proposing that the texts were read
+    with, each with the acceptance length of every K."""
+    steps, seed = held_out.steps, held_out.recipe.seed
+
+    def one(name: str) -> dict[str, Any]:
+        draft, sample_method = name.split()
+        by_k = {k: _expected_texts(held_out, name, results, k) for k in range(1, steps + 1)}
+        found = _summarise(held_out, method, draft, by_k[steps]) | _how_sampled(held_out)
+        if sample_method != found["draft_sample_method"]:
+            found |= {"name": f"{found['name']}, {PROPOSING[sample_method]}", "draft_sample_method": sample_method}
+        lengths = {str(k): summarise("", texts, k, seed).to_json() for k, texts in by_k.items()}
+        kept = ("mean_acceptance_length", "confidence_95")
+        return found | {"by_num_speculative_tokens": {k: {x: one[x] for x in kept} for k, one in lengths.items()}}
+
+    return [one(name) for name in next(iter(results.values()))["taken"]] if results else []
+
+
+def _expected_texts(held_out: HeldOut, name: str, results: Results, steps: int) -> list[Rounds]:
+    return [
+        expect(*_origin(held_out, id), Taken(**result["taken"][name]), steps, tokens=result["own_tokens"])
+        for id, result in results.items()
+    ]
+
+
+def _overlap(held_out: HeldOut, draft: str, results: Results) -> dict[str, Any]:
+    """How often each draft token would be taken after the recorded words: `expected` says what rate this is."""
+    how, steps = _how_sampled(held_out), range(held_out.steps)
+    sums: dict[str, list[float]] = {}
+    for id, result in results.items():
+        row = [result["slots"], *result["overlap"][f"{draft} {how['draft_sample_method']}"]]
+        before = sums.get(held_out.conversations[id], [0.0] * len(row))
+        sums[held_out.conversations[id]] = [a + b for a, b in zip(before, row, strict=True)]
+    rows = [row for row in sums.values() if row[0]]
+    slots, *taken = (sum(column) for column in zip(*rows, strict=True)) if rows else [0.0] * (1 + held_out.steps)
+
+    def interval_95(k: int) -> tuple[float, float]:
+        pairs = [(row[1 + k], row[0]) for row in rows]
+        return bootstrap_95(pairs, lambda t, n: t / n, held_out.recipe.seed) if len(pairs) > 1 else (0.0, 1.0)
+
+    return how | {
+        "slots": int(slots),
+        "unconditional_per_position": [share(taken[k], slots) for k in steps],
+        "unconditional_95": [interval_95(k) for k in steps],
+    }
+
+
+def _against_expected(held_out: HeldOut, sampled: Results) -> dict[str, Any]:
+    """How far decoding's own coins took its acceptance length from the expected one, over the slots that have both."""
+    name = f"trained {held_out.recipe.evaluate.draft_sample_method}"
+    expected = _expected_texts(held_out, name, sampled, held_out.steps)
+    measured = []
+    for id, result in sampled.items():
+        starts = round_starts(len(result["prompt_ids"]) - 1, result["accepted"])
+        last = max(result["taken"][name]["slots"], default=-1)
+        accepted = [a for start, a in zip(starts, result["accepted"], strict=True) if start <= last]
+        measured.append(Rounds(*_origin(held_out, id), starts[: len(accepted)], accepted, len(result["answer_ids"])))
+    return {"prompts": len(sampled), **difference(measured, expected, held_out.recipe.seed)}
 
 
 def _replayed(held_out: HeldOut, method: str, draft: str, results: Results) -> dict[str, Any]:

@@ -10,7 +10,7 @@ In a round the draft proposes K tokens and the target takes the first a of them,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -32,6 +32,11 @@ class Rounds:
     starts: list[int]  # slot that each round begins at: the position before that of the newest token
     accepted: list[int]  # a of each round
     tokens: int  # written, from the prompt to the stop
+    weights: list[float] | None = None  # how often each is to be expected, of texts read at temperature; None: once
+
+    def each(self) -> Iterator[tuple[int, int, float]]:
+        """Start, accepted and weight of each round."""
+        return zip(self.starts, self.accepted, self.weights or [1] * len(self.starts), strict=True)
 
 
 def round_starts(first: int, accepted: Iterable[int]) -> list[int]:
@@ -41,19 +46,21 @@ def round_starts(first: int, accepted: Iterable[int]) -> list[int]:
 
 def summarise(name: str, texts: list[Rounds], num_speculative_tokens: int, seed: int) -> Acceptance:
     """Acceptance over all rounds of some texts, in vLLM's definition, with figures by domain and by position."""
-    accepted = [a for text in texts for a in text.accepted]
-    joint = [share(sum(a > k for a in accepted), len(accepted)) for k in range(num_speculative_tokens)]
+    accepted = [(a, weight) for text in texts for _, a, weight in text.each()]
+    rounds = sum(weight for _, weight in accepted)
+    mean = share(sum(a * weight for a, weight in accepted), rounds)
+    joint = [share(sum(weight for a, weight in accepted if a > k), rounds) for k in range(num_speculative_tokens)]
     return Acceptance(
         name=name,
         num_speculative_tokens=num_speculative_tokens,
-        mean_acceptance_length=1 + share(sum(accepted), len(accepted)),
+        mean_acceptance_length=1 + mean,
         per_position=tuple(joint),
         prompts=len(texts),
         tokens=sum(text.tokens for text in texts),
         confidence_95=confidence_95(texts, num_speculative_tokens, seed),
         extra={
-            "rounds": len(accepted),
-            "mean_accepted_tokens": share(sum(accepted), len(accepted)),
+            "rounds": rounds,
+            "mean_accepted_tokens": mean,
             "conditional_per_position": conditional(joint),
             "per_position_95": [_rate_95(texts, k, seed) for k in range(num_speculative_tokens)],
             "by_domain": _by_domain(texts, num_speculative_tokens, seed),
@@ -89,17 +96,43 @@ def _rate_95(texts: list[Rounds], k: int, seed: int) -> tuple[float, float]:
 
 def _mean_95(texts: list[Rounds], value: Callable[[int], int], most: int, seed: int) -> tuple[float, float]:
     """Of the mean over rounds of `value(accepted)`, which is between 0 and `most`."""
-    sums: dict[str, tuple[int, int]] = {}
+    sums = _sums(texts, value)
+    if len(sums) < 2:
+        return 0.0, float(most)
+    return bootstrap_95(list(sums.values()), lambda total, rounds: total / rounds, seed)
+
+
+def difference(measured: list[Rounds], expected: list[Rounds], seed: int) -> dict[str, Any]:
+    """Of two acceptance lengths on the same texts, with its interval over conversations; None of fewer than two."""
+    pairs = [_sums(texts, lambda accepted: accepted) for texts in (measured, expected)]
+    rows = [(*pairs[0][id], *pairs[1][id]) for id in pairs[0] if id in pairs[1]]
+    if not rows:
+        return {"difference": None, "confidence_95": None}
+
+    def of(a: Any, n: Any, b: Any, m: Any) -> Any:
+        return a / n - b / m
+
+    bounds = bootstrap_95(rows, of, seed) if len(rows) > 1 else None
+    return {"difference": float(of(*np.array(rows).sum(0))), "confidence_95": bounds}
+
+
+def bootstrap_95(rows: Sequence[tuple[float, ...]], of: Callable[..., Any], seed: int) -> tuple[float, float]:
+    """Percentile bootstrap of a function of the rows' sums."""
+    columns = np.array(rows).T
+    draws = np.random.default_rng(seed).integers(len(rows), size=(BOOTSTRAP_DRAWS, len(rows)))
+    low, high = np.percentile(of(*(column[draws].sum(1) for column in columns)), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _sums(texts: list[Rounds], value: Callable[[int], float]) -> dict[str, tuple[float, float]]:
+    """Of each conversation that has rounds: `value(accepted)` over its rounds, and how many they are."""
+    sums: dict[str, tuple[float, float]] = {}
     for text in texts:
         if text.accepted:
             total, rounds = sums.get(text.conversation_id, (0, 0))
-            sums[text.conversation_id] = total + sum(map(value, text.accepted)), rounds + len(text.accepted)
-    if len(sums) < 2:
-        return 0.0, float(most)
-    totals, counts = np.array(list(sums.values())).T
-    draws = np.random.default_rng(seed).integers(len(sums), size=(BOOTSTRAP_DRAWS, len(sums)))
-    low, high = np.percentile(totals[draws].sum(1) / counts[draws].sum(1), [2.5, 97.5])
-    return float(low), float(high)
+            total += sum(value(accepted) * weight for _, accepted, weight in text.each())
+            sums[text.conversation_id] = total, rounds + sum(weight for *_, weight in text.each())
+    return sums
 
 
 def share(part: float, whole: float) -> float:
@@ -120,11 +153,12 @@ def _by_domain(texts: list[Rounds], num_speculative_tokens: int, seed: int) -> d
 
 def _by(texts: list[Rounds], key: Callable[[Rounds, int], str]) -> dict[str, dict[str, float]]:
     """Acceptance length and number of rounds for each value of `key(text, start)`, in order of first appearance."""
-    groups: dict[str, list[int]] = {}
+    groups: dict[str, tuple[float, float]] = {}
     for text in texts:
-        for start, accepted in zip(text.starts, text.accepted, strict=True):
-            groups.setdefault(key(text, start), []).append(accepted)
+        for start, accepted, weight in text.each():
+            total, rounds = groups.get(key(text, start), (0, 0))
+            groups[key(text, start)] = total + accepted * weight, rounds + weight
     return {
-        name: {"mean_acceptance_length": 1 + share(sum(found), len(found)), "rounds": len(found)}
-        for name, found in groups.items()
+        name: {"mean_acceptance_length": 1 + share(total, rounds), "rounds": rounds}
+        for name, (total, rounds) in groups.items()
     }

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from draftsmith.draft.model import Draft
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -37,6 +39,14 @@ def distribution(logits: torch.Tensor, temperature: float) -> torch.Tensor:
         likeliest = logits.argmax(-1, keepdim=True)
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, likeliest, 1.0)
     return (logits.float() / temperature).softmax(-1)
+
+
+def proposal(draft: Draft, normed: torch.Tensor, temperature: float) -> torch.Tensor:
+    """What a draft draws from, by the target's ids, nothing on those that it cannot say: [..., H] → [..., Vt]."""
+    own = distribution(draft.lm_head(normed), temperature)
+    if draft.draft_ids is None:
+        return own
+    return own.new_zeros(*own.shape[:-1], draft.config.vocab_size).index_copy_(-1, draft.draft_ids, own)
 
 
 def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -44,7 +44,8 @@ def make_served(
             if name == STEPS
         },
     )
-    rates = offline_rates(offline)
+    of = offline_set(offline, recipe.evaluate.served.temperature)
+    rates = of["per_position"]
     expected = forecast(acceptance_lengths(rates), costs, recipe.evaluate.served.concurrency)
     sets = [
         _figures(k, name, concurrency, alone[name, concurrency], found, expected, costs)
@@ -60,6 +61,9 @@ def make_served(
             "round_seconds": costs.round_seconds,
         },
         "forecast": {
+            "acceptance_of": of["name"],
+            "temperature": of.get("temperature", 0.0),
+            "served_temperature": recipe.evaluate.served.temperature,
             "per_position": rates,
             "all": [dataclasses.asdict(one) for one in expected],
             "best": {str(c): one and dataclasses.asdict(one) for c, one in best(expected).items()},
@@ -68,12 +72,26 @@ def make_served(
     }
 
 
-def offline_rates(offline: dict[str, Any]) -> list[float]:
-    """Joint rates of the trained draft: of real decoding where there is some, else of the recorded states."""
-    for method in ("decoded", "recorded"):
-        for found in offline["prompt_sets"]:
-            if (found["method"], found["draft"]) == (method, "trained"):
-                return list(found["per_position"])
+def offline_set(offline: dict[str, Any], temperature: float) -> dict[str, Any]:
+    """The trained draft's acceptance that a forecast is made of: of real decoding, else of recorded states.
+
+    At that temperature, of a draft that proposes its likeliest tokens, as engines' do unless told; where that was not
+    measured, greedy.
+    """
+    sets = [found for found in offline["prompt_sets"] if found["draft"] == "trained"]
+    sampled = [
+        found
+        for found in sets
+        if found.get("temperature") == temperature and found.get("draft_sample_method") == "greedy"
+    ]
+    for candidates, methods in (
+        (sampled, ("sampled", "expected", "expected recorded")),
+        (sets, ("decoded", "recorded")),
+    ):
+        for method in methods:
+            for found in candidates:
+                if found["method"] == method:
+                    return found
     raise ValueError("the report has no figures of the trained draft")
 
 
@@ -239,7 +257,14 @@ def _lines(found: dict[str, Any]) -> list[str]:
 
 
 def _forecast_lines(found: dict[str, Any]) -> list[str]:
-    lines = [
+    lines = []
+    if found["temperature"] != found["served_temperature"]:
+        lines.append(
+            f"forecast: made of greedy acceptance ({found['acceptance_of']}), and served at temperature "
+            f"{found['served_temperature']:g}, where less is accepted; evaluate.temperature="
+            f"{found['served_temperature']:g} measures that"
+        )
+    lines += [
         f"forecast, {concurrency} at once: "
         + (
             "no K is faster than the target alone"

@@ -25,7 +25,7 @@ from torch import nn
 
 from draftsmith.draft.model import Draft
 from draftsmith.errors import TargetError
-from draftsmith.evaluate.sampling import GREEDY, Sampling, distribution, draw, verify
+from draftsmith.evaluate.sampling import GREEDY, Sampling, distribution, draw, proposal, verify
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,6 @@ class Drafter:
 
     def __init__(self, draft: Draft, temperature: float, generator: torch.Generator) -> None:
         self.draft, self.temperature, self.generator = draft, temperature, generator
-        self.draft_ids = draft.draft_ids
         self.cache = DraftCache()
 
     def propose(
@@ -141,22 +140,15 @@ class Drafter:
         hidden, normed = draft.step(torch.tensor(newest, device=device), hidden, position, cache)
         hidden, normed, position = hidden[-1:], normed[-1:], position[-1:]
         committed = cache.length
-        probs = [self._distribution(normed[0])]
+        probs = [proposal(draft, normed[0], self.temperature)]
         tokens = [draw(probs[0], self.generator)]
         while len(tokens) < num_speculative_tokens:
             position = position + 1
             hidden, normed = draft.step(tokens[-1], hidden, position, cache)
-            probs.append(self._distribution(normed[0]))
+            probs.append(proposal(draft, normed[0], self.temperature))
             tokens.append(draw(probs[-1], self.generator))
         cache.keep(committed)
         return torch.cat(tokens).tolist(), torch.stack(probs)
-
-    def _distribution(self, normed: torch.Tensor) -> torch.Tensor:
-        """[H] → [Vt], nothing on what the draft cannot say."""
-        own = distribution(self.draft.lm_head(normed), self.temperature)
-        if self.draft_ids is None:
-            return own
-        return own.new_zeros(self.draft.config.vocab_size).scatter_(0, self.draft_ids, own)
 
 
 @torch.inference_mode()
