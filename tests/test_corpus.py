@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftsmith.corpus import corpus_lengths, corpus_metadata, read_corpus, write_corpus
+from draftsmith.corpus import corpus_lengths, corpus_metadata, corpus_taught, read_corpus, write_corpus
 from draftsmith.errors import DataError
 from draftsmith.records import Sample
 
@@ -21,6 +21,13 @@ def test_samples_come_back_in_the_order_written(tmp_path: Path) -> None:
     assert list(read_corpus(tmp_path / "corpus.parquet")) == samples
     assert corpus_metadata(tmp_path / "corpus.parquet") == {"seed": 3}
     assert list(corpus_lengths(tmp_path / "corpus.parquet").items()) == [(s.id, len(s.input_ids)) for s in samples]
+    assert corpus_taught(tmp_path / "corpus.parquet") == {s.id: sum(s.loss_mask[1:]) for s in samples}
+
+
+def test_a_first_token_of_the_targets_own_has_none_before_it(tmp_path: Path) -> None:
+    samples = [replace(sample(number), loss_mask=[1] * (number + 1)) for number in range(3)]
+    write_corpus(tmp_path / "corpus.parquet", samples, {})
+    assert list(corpus_taught(tmp_path / "corpus.parquet").values()) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

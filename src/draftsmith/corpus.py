@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -67,6 +68,18 @@ def corpus_lengths(path: Path) -> dict[str, int]:
         tokens = pc.list_value_length(batch.column("input_ids"))
         lengths.update(zip(batch.column("id").to_pylist(), tokens.to_pylist(), strict=True))
     return lengths
+
+
+def corpus_taught(path: Path) -> dict[str, int]:
+    """By id, how many of a sample's tokens stand before one of the target's own: the store keeps their last states."""
+    found: dict[str, int] = {}
+    for batch in _open(path).iter_batches(columns=["id", "loss_mask"]):
+        masks = batch.column("loss_mask")
+        before = np.concatenate([[0], np.cumsum(masks.values.to_numpy() != 0)])  # own tokens before each place
+        ends = masks.offsets.to_numpy()
+        own = before[ends[1:]] - before[np.minimum(ends[:-1] + 1, ends[1:])]
+        found.update(zip(batch.column("id").to_pylist(), own.tolist(), strict=True))
+    return found
 
 
 def corpus_conversations(path: Path) -> dict[str, str]:

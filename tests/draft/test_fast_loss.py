@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from draftsmith.draft.fast_loss import (
 from draftsmith.draft.loss import slot_losses, spans_of, teacher_of, total_loss, unrolled_loss
 from draftsmith.draft.model import Draft
 from draftsmith.draft.unroll import counted_slots
+from draftsmith.store.shard_file import taught
 from tests.draft.builders import (
     DRAFT_IDS,
     HIDDEN,
@@ -68,6 +70,23 @@ def test_the_fast_loss_has_the_values_and_gradients_of_the_plain_one(kind, mask)
     expected_gradients = gradients(draft, expected)
     for name, gradient in gradients(draft, loss).items():
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mask", [True, False])
+def test_the_last_states_that_a_store_keeps_are_all_that_the_loss_needs(kind, mask):
+    draft, head, batch = make_draft(), make_head(), make_batch([7, 1, 5, 2, 9])
+    kept = torch.cat([taught(batch.loss_mask[start:end]) for start, end in spans_of(batch.document)])
+    found = []
+    for other in (batch.last, batch.last * 0):
+        stored = replace(batch, last=torch.where(kept[:, None], batch.last, other))
+        plain = unrolled_loss(draft, stored, teacher_of(draft, head, stored.last), STEPS, mask, kind)
+        loss = total_loss(plain, [result.loss_count for result in plain], DECAY)
+        targets, weights = find(draft, head, stored, kind, mask=mask)
+        fast, results = fast_unrolled_loss(draft, head, stored, documents_of(stored), targets, weights, kind)
+        counts = [(int(one.correct), int(one.accepted), int(one.counted)) for one in (*plain, *results)]
+        found.append((counts, loss, gradients(draft, loss), fast, gradients(draft, fast)))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -40,6 +40,7 @@ from draftsmith.recipe import Probe, Recipe, Train
 from draftsmith.records import Batch, Sample, TargetFacts
 from draftsmith.rundir import RunPaths
 from draftsmith.store.codec import CODECS
+from draftsmith.store.shard_file import taught
 from draftsmith.store.sizes import bytes_per_token, predict_bytes
 from draftsmith.target import FinalNorm, TargetHead
 from tests.probe.folders import CONFIG, CONFIGS
@@ -211,10 +212,12 @@ def test_the_store_is_as_large_as_foretold(tmp_path: Path, codec: str) -> None:
     samples = [in_bf16(features(i, tokens)) for i, tokens in enumerate(lengths)]
     folder = write_store(tmp_path, samples, codec=codec, dtype="bfloat16")
     written = sum(file.stat().st_size for file in folder.iterdir())
-    foretold = bytes_per_token(HIDDEN_SIZE, AUX_LAYERS, codec) * sum(lengths)
-    assert foretold == pytest.approx(predict_bytes(lengths, aux_layers=3, hidden_size=8, codec=codec), rel=0.01)
+    kept = [int(taught(one.loss_mask).sum()) for one in samples]
+    foretold = bytes_per_token(HIDDEN_SIZE, AUX_LAYERS, codec, sum(kept) / sum(lengths)) * sum(lengths)
+    sizes = zip(lengths, kept, strict=True)
+    assert foretold == pytest.approx(predict_bytes(sizes, aux_layers=3, hidden_size=8, codec=codec), rel=0.05)
     headers = 2 * 1000 + 2000  # two shards', the ledger and the manifest; 8 numbers wide, states don't dwarf them
-    assert foretold == pytest.approx(written - headers, rel=0.02)
+    assert foretold == pytest.approx(written - headers, rel=0.05)
 
 
 def store_check(root: Path, free: int, **prepare: Any) -> Check:

@@ -11,6 +11,7 @@ import torch
 
 from draftsmith.records import Features
 from draftsmith.store.manifest import Manifest
+from draftsmith.store.shard_file import taught
 from draftsmith.store.writer import StoreWriter
 
 AUX_LAYERS, HIDDEN_SIZE = 3, 8
@@ -38,6 +39,7 @@ def manifest(**changes: Any) -> Manifest:
 
 
 def features(number: int, tokens: int, **changes: Any) -> Features:
+    """With zeros for the last states that a store does not keep."""
     generator = torch.Generator().manual_seed(number)
     fields: dict[str, Any] = {
         "id": f"sample-{number}",
@@ -48,6 +50,7 @@ def features(number: int, tokens: int, **changes: Any) -> Features:
         "aux": torch.randn(tokens, AUX_LAYERS, HIDDEN_SIZE, generator=generator),
         "last": torch.randn(tokens, HIDDEN_SIZE, generator=generator),
     }
+    fields["last"] *= taught(fields["loss_mask"])[:, None]
     return Features(**fields | changes)
 
 

@@ -80,7 +80,7 @@ def test_a_converted_store_has_the_same_samples_and_goes_on_where_it_stopped(tmp
     folder = write_store(tmp_path / "bf16", some_features(), codec="bf16")
     convert(folder, tmp_path / "fp32", "fp32")
     report = convert(folder, tmp_path / "fp32", "fp32")
-    assert report["size_ratio"] > 1.3
+    assert report["size_ratio"] > 1.2
     converted = Store.open(tmp_path / "fp32")
     assert converted.manifest.codec == "fp32"
     for ours, theirs in zip(converted, Store.open(folder), strict=True):

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from draftsmith.errors import StoreError
 from draftsmith.probe.facts import read_facts
 from draftsmith.store import shards
+from draftsmith.store.codec import CODECS
 from draftsmith.store.ledger import read_ledger, write_ledger
-from draftsmith.store.manifest import identity
-from draftsmith.store.shard_file import file_digest
+from draftsmith.store.manifest import FORMAT, identity
+from draftsmith.store.shard_file import file_digest, taught
 from draftsmith.store.shards import Store
 from draftsmith.store.sizes import predict_bytes
 from draftsmith.store.writer import StoreWriter
@@ -88,12 +89,36 @@ def test_sequences_come_back_whatever_the_shard_size(
         assert_same(store[index], samples[index])
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=4), st.sampled_from(sorted(CODECS)))
+def test_last_states_are_kept_before_each_token_of_the_targets_own_and_are_zeros_elsewhere(
+    tmp_path_factory, masks: list[list[bool]], codec: str
+) -> None:
+    samples = []
+    for number, mask in enumerate(masks):
+        whole = in_bf16(features(number, len(mask), last=torch.randn(len(mask), HIDDEN_SIZE) + 5))
+        samples.append(replace(whole, loss_mask=torch.tensor(mask, dtype=torch.bool)))
+    folder = write_store(tmp_path_factory.mktemp("store") / "store", samples, codec=codec, dtype="bfloat16")
+    store = Store.open(folder)
+    kept = [sum(mask[1:]) for mask in masks]
+    assert [len(store._shard(number)["last"]) for number in range(len(store.entries))] == [
+        sum(kept[first : first + 2]) for first in range(0, len(kept), 2)
+    ]
+    aux, last = memory_for(store, list(range(len(samples))))
+    for one, again, found in zip(samples, store.read_into(range(len(samples)), aux, last), store, strict=True):
+        assert torch.equal(again.last, found.last.float())
+        for place, (state, read) in enumerate(zip(one.last, found.last, strict=True)):
+            own_next = place + 1 < len(one.loss_mask) and bool(one.loss_mask[place + 1])
+            assert torch.allclose(read.float(), state.float(), rtol=0.1, atol=0.1) if own_next else not read.any()
+
+
 def test_predicted_bytes_are_within_one_percent_of_the_disks(tmp_path: Path) -> None:
     samples = [features(number, tokens=400) for number in range(50)]
+    lengths = [(400, int(taught(one.loss_mask).sum())) for one in samples]
     for codec in ("bf16", "fp32"):
         with StoreWriter.open(tmp_path / codec, manifest(codec=codec), shard_bytes=1 << 20) as writer:
             writer.add(samples)
-        predicted = predict_bytes([400] * 50, aux_layers=AUX_LAYERS, hidden_size=HIDDEN_SIZE, codec=codec)
+        predicted = predict_bytes(lengths, aux_layers=AUX_LAYERS, hidden_size=HIDDEN_SIZE, codec=codec)
         on_disk = sum(path.stat().st_size for path in (tmp_path / codec).glob("shard-*"))
         assert predicted == pytest.approx(on_disk, rel=0.01)
 
@@ -129,7 +154,8 @@ def test_what_is_brought_into_memory_is_the_sequence(tmp_path: Path, monkeypatch
     store, asked = Store.open(write_store(tmp_path / "store", [features(0, 5), features(1, 300), features(2, 4)])), []
     monkeypatch.setattr(shards, "_madvise", lambda begin, length, advice: asked.append((begin, begin + length, advice)))
     store._bring_into_memory([1])
-    for tensor in (store[1].aux, store[1].last):
+    shard = store._shard(0)
+    for tensor in (store[1].aux, shard["last"][slice(*shard["last_offsets"][1:3])]):
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         found = [advice for first, last, advice in asked if begin - mmap.PAGESIZE < first <= begin and last == end]
         assert found == [mmap.MADV_WILLNEED, shards.MADV_POPULATE_READ]
@@ -318,8 +344,8 @@ def test_a_consumer_can_expect_the_target_that_the_probe_read(tmp_path: Path, ti
 
 
 def test_a_manifest_of_a_later_format_is_refused_by_its_number(tmp_path: Path) -> None:
-    folder = write_store(tmp_path / "store", [], format=3)
-    with pytest.raises(StoreError, match="is of format 3"):
+    folder = write_store(tmp_path / "store", [], format=FORMAT + 1)
+    with pytest.raises(StoreError, match=f"is of format {FORMAT + 1}"):
         Store.open(folder)
 
 

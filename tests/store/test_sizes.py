@@ -23,12 +23,12 @@ def test_the_bytes_of_a_real_targets_states_are_foretold_within_five_percent(tmp
     tokens = [torch.randint(0, 40_000, (length,), generator=generator).tolist() for length in (60, 40)]
     samples = [Sample(f"{n}", f"{n}", "chat", "train", ids, [1] * len(ids)) for n, ids in enumerate(tokens)]
     found = [one for sample in samples for one in reference.features([sample])]
-    lengths = [len(ids) for ids in tokens]
+    lengths = [(len(ids), len(ids) - 1) for ids in tokens]  # the last has none after it
     for codec in CODECS:
         folder = tmp_path / codec
         write_store(folder, found, codec=codec, dtype="bfloat16", hidden_size=576, aux_layer_ids=facts.aux_layer_ids)
         written = sum(path.stat().st_size for path in folder.iterdir())
         foretold = predict_bytes(lengths, aux_layers=3, hidden_size=576, codec=codec)
         assert foretold == pytest.approx(written, rel=0.05), codec
-        assert foretold == pytest.approx(sum(lengths) * bytes_per_token(576, 3, codec), rel=0.001)
-        assert Store.open(folder).lengths == lengths
+        assert foretold == pytest.approx(100 * bytes_per_token(576, 3, codec, 0.98), rel=0.001)
+        assert Store.open(folder).lengths == [60, 40]

@@ -15,7 +15,7 @@ from draftsmith.records import EncodedFeatures
 from draftsmith.store import shard_file
 from draftsmith.store.codec import CODECS
 from draftsmith.store.ledger import read_ledger
-from draftsmith.store.shard_file import file_digest, write_shard
+from draftsmith.store.shard_file import file_digest, taught, write_shard
 from draftsmith.store.shards import Store
 from draftsmith.store.threads import THREADS
 from draftsmith.store.writer import StoreWriter
@@ -42,8 +42,11 @@ def test_a_shard_is_what_safetensors_itself_would_write(
         "loss_mask": torch.cat([sample.loss_mask for sample in samples]).to(torch.uint8),
         "offsets": torch.tensor([0, *lengths]).cumsum(0),
     }
-    for name in ("aux", "last"):
-        encoded = CODECS[codec].encode(torch.cat([getattr(sample, name) for sample in samples]))
+    kept = [taught(sample.loss_mask) for sample in samples]
+    tensors["last_offsets"] = torch.tensor([0, *(int(rows.sum()) for rows in kept)]).cumsum(0)
+    lasts = [sample.last[rows] for sample, rows in zip(samples, kept, strict=True)]
+    for name, states in (("aux", [sample.aux for sample in samples]), ("last", lasts)):
+        encoded = CODECS[codec].encode(torch.cat(states))
         tensors |= {f"{name}.{part}" if part else name: values for part, values in encoded.items()}
     save_file(tensors, folder / "theirs")
     assert (folder / "ours").read_bytes() == (folder / "theirs").read_bytes()
@@ -55,7 +58,7 @@ def test_states_that_are_views_of_a_larger_tensor_are_stored_right(tmp_path: Pat
     sample = features(0, 5, aux=whole[:, :-1], last=whole[:, -1])
     store = Store.open(write_store(tmp_path / "store", [sample]))
     assert torch.equal(store[0].aux, whole[:, :-1])
-    assert torch.equal(store[0].last, whole[:, -1])
+    assert torch.equal(store[0].last, whole[:, -1] * taught(sample.loss_mask)[:, None])
 
 
 def test_the_ledger_has_the_shards_in_their_order_though_a_later_one_is_written_sooner(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftsmith.store.shard_file import taught
 from draftsmith.train.batches import (
     OPEN_SHARDS,
     BatchMemory,
@@ -75,7 +78,9 @@ def test_memory_is_used_again_for_what_fits_and_made_anew_for_what_does_not():
 
 
 def test_a_batch_read_into_memory_used_before_is_the_samples_batch(tiny_target, tmp_path):
-    samples = features_of(tiny_target, [5, 3, 4])
+    samples = [
+        replace(one, last=one.last * taught(one.loss_mask)[:, None]) for one in features_of(tiny_target, [5, 3, 4])
+    ]  # what a store keeps of them
     store, memory = build_store(tmp_path, tiny_target, samples), BatchMemory()
     for order in ([0, 1, 2], [2], [1, 0]):
         ours = read_batch(store, order, memory, samples[0].aux.dtype)

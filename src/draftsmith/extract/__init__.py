@@ -106,10 +106,12 @@ def _refuse_another_corpus(paths: RunPaths, committed: dict[str, int], lengths: 
 
 
 def _refuse_small_disk(paths: RunPaths, manifest: Manifest, missing: dict[str, int]) -> None:
+    from draftsmith.corpus import corpus_taught
     from draftsmith.store.sizes import predict_bytes
 
+    taught = corpus_taught(paths.corpus)
     needed = predict_bytes(
-        missing.values(),
+        ((tokens, taught[id]) for id, tokens in missing.items()),
         aux_layers=len(manifest.aux_layer_ids),
         hidden_size=manifest.hidden_size,
         codec=manifest.codec,

@@ -20,6 +20,7 @@ from draftsmith.extract.work import Captured
 from draftsmith.recipe import Target
 from draftsmith.records import EncodedFeatures, Features, Sample, TargetFacts
 from draftsmith.store.codec import CODECS
+from draftsmith.store.shard_file import taught
 from draftsmith.target import DTYPES, TargetHead, final_norm, load_head, load_target
 
 SEQUENCES, TOKENS = 16, 4096  # that are compared at most; one sequence at the least
@@ -110,7 +111,7 @@ def _prove_head(
 
 def compare(
     captured: Sequence[Features], expected: Expected, layer_ids: Sequence[int], dtype: torch.dtype, experts: bool,
-    codec: str | None = None,
+    codec: str | None = None, stored: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Relative error of each layer, ‖ours − theirs‖ / ‖theirs‖ by token.
 
@@ -120,6 +121,7 @@ def compare(
         dtype: of the computation, which says what rounding explains.
         experts: the target is a mixture of experts.
         codec: which they were encoded with, and rounds more.
+        stored: they come from a store, which keeps the last states that the loss needs, and no others.
 
     Raises:
         CaptureError: a sample is not there, or a state is not the reference's; names the layer and what it is instead.
@@ -129,9 +131,11 @@ def compare(
         raise CaptureError(f"{len(absent)} samples were not captured: {', '.join(absent)}", where="parity")
     tolerance, by_layer = TOLERANCE[dtype] + ((CODECS[codec].error or 0.0) if codec else 0.0), {}
     for column, id in enumerate(layer_ids):
-        ours = torch.cat([_columns(by_id[sample])[:, column] for sample in expected.states])
+        partial = stored and column == len(layer_ids) - 1
+        rows = {name: taught(by_id[name].loss_mask) if partial else slice(None) for name in expected.states}
+        ours = torch.cat([_columns(by_id[name])[rows[name], column] for name in expected.states])
         errors = {
-            place: _relative_error(ours, torch.cat([places[place] for places in expected.states.values()]))
+            place: _relative_error(ours, torch.cat([of[place][rows[name]] for name, of in expected.states.items()]))
             for place in next(iter(expected.states.values()))
         }
         figures = _figures(errors[id], experts)

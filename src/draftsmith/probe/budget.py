@@ -44,6 +44,7 @@ class Tokens:
 
     count: int
     known: str  # "exact", "bound" or "unit": so many, at most so many, or figures per million
+    taught: float = 1.0  # share of them, at most, whose last state is kept
 
     def __str__(self) -> str:
         number = f"{figure(self.count / MILLION)} million tokens"
@@ -62,7 +63,7 @@ def check_budget(facts: TargetFacts, recipe: Recipe, evidence: dict[str, Any]) -
     aux_layer_ids = tuple(recipe.extract.aux_layer_ids or facts.aux_layer_ids or (1, 2, 3))
     room = evidence["disk_free_bytes"] if remote else room_for_store(RunPaths(recipe.folder))
     codec, width = recipe.extract.codec, facts.hidden_size
-    per_token = bytes_per_token(width, len(aux_layer_ids), codec) if width else None
+    per_token = bytes_per_token(width, len(aux_layer_ids), codec, tokens.taught) if width else None
     active = active_parameters(facts, text_config(evidence.get("config") or {}, facts.wrapper))
     checks = [
         _check_memory(facts, devices, recipe.extract.batch_tokens),
@@ -99,9 +100,10 @@ def count_tokens(recipe: Recipe) -> Tokens:
     """Tokens of the run's corpus; before there is one, at most what the limits of its sources allow."""
     corpus = RunPaths(recipe.folder).corpus
     if corpus.exists():
-        from draftsmith.corpus import corpus_lengths
+        from draftsmith.corpus import corpus_lengths, corpus_taught
 
-        return Tokens(sum(corpus_lengths(corpus).values()), "exact")
+        count = sum(corpus_lengths(corpus).values())
+        return Tokens(count, "exact", sum(corpus_taught(corpus).values()) / max(1, count))
     limits = [source.limit for source in recipe.prepare.sources]
     if limits and all(limits):
         return Tokens(sum(limit or 0 for limit in limits) * recipe.prepare.max_length_tokens, "bound")

@@ -143,7 +143,7 @@ class Rehearsal:
         if isinstance(expected, str):
             return [Check("parity", "warn", f"not compared: {expected}")]
         figures = compare(
-            list(store), expected, layer_ids, dtype, bool(self.facts.num_experts), codec=store.manifest.codec
+            list(store), expected, layer_ids, dtype, bool(self.facts.num_experts), store.manifest.codec, stored=True
         )
         return [
             Check(

@@ -23,12 +23,13 @@ from safetensors import SafetensorError, safe_open
 from draftsmith.errors import StoreError
 from draftsmith.records import EncodedFeatures, Features
 from draftsmith.rundir import atomic_path
-from draftsmith.store.codec import CODECS
+from draftsmith.store.codec import CODECS, Parts
 from draftsmith.store.ledger import Entry
 from draftsmith.store.manifest import Manifest
 
 # Large: after each piece a thread asks for the interpreter's lock, which can take 5 ms while another computes.
 PIECE_BYTES = 32 << 20
+LAST_OFFSETS = "last_offsets"  # [sequences + 1]; without it, in formats 1 and 2, every token has its last state
 READ_BYTES = 1 << 20  # so few that they are hashed where they were put: in the processor's cache
 # Widest last: a file has its tensors in the reverse of this order (safetensors `Dtype`), so that each is aligned.
 DTYPES = {
@@ -127,15 +128,16 @@ def map_shard(path: Path, entry: Entry, manifest: Manifest) -> dict[str, torch.T
         raise _damaged(entry, path.parent, f"cannot be read: {error}") from error
     if tensors["offsets"].tolist() != list(accumulate(entry.lengths, initial=0)):
         raise _damaged(entry, path.parent, "holds sequences of other lengths than the ledger says")
-    if problem := misfit(tensors, sum(entry.lengths), manifest):
+    lasts = int(tensors[LAST_OFFSETS][-1]) if LAST_OFFSETS in tensors else sum(entry.lengths)
+    if problem := misfit(tensors, sum(entry.lengths), lasts, manifest):
         raise _damaged(entry, path.parent, problem)
     return tensors
 
 
-def misfit(tensors: dict[str, torch.Tensor], tokens: int, manifest: Manifest) -> str | None:
-    """Why tensors are not those of so many tokens; None if they are."""
+def misfit(tensors: dict[str, torch.Tensor], tokens: int, lasts: int, manifest: Manifest) -> str | None:
+    """Why tensors are not those of so many tokens and last states; None if they are."""
     layers, width = len(manifest.aux_layer_ids), manifest.hidden_size
-    due = {"input_ids": [tokens], "loss_mask": [tokens], "aux": [tokens, layers, width], "last": [tokens, width]}
+    due = {"input_ids": [tokens], "loss_mask": [tokens], "aux": [tokens, layers, width], "last": [lasts, width]}
     for name, shape in due.items():
         found = list(tensors[name].shape)
         if found != shape:
@@ -161,17 +163,43 @@ def _columns(samples: Sequence[Features | EncodedFeatures], codec: str) -> list[
         "loss_mask": [sample.loss_mask.to(torch.uint8) for sample in samples],
         "offsets": [torch.tensor(list(accumulate((len(sample.input_ids) for sample in samples), initial=0)))],
     }
-    for name in ("aux", "last"):
-        for sample in samples:
-            states = sample.aux if name == "aux" else sample.last
-            encoded = states if isinstance(states, dict) else CODECS[codec].encode(states)
-            for part, values in encoded.items():
-                parts.setdefault(f"{name}.{part}" if part else name, []).append(values)
-        for key in (f"{name}.{part}" for part in CODECS[codec].ragged):
-            parts[f"{key}.offsets"] = [torch.tensor(list(accumulate(map(len, parts[key]), initial=0)))]
+    for sample in samples:
+        for name, values in _state_parts(sample, codec).items():
+            parts.setdefault(name, []).append(values)
+    ragged = [f"{states}.{part}" for states in ("aux", "last") for part in CODECS[codec].ragged]
+    ends = {LAST_OFFSETS: "last", **{f"{name}.offsets": name for name in ragged}}
+    parts |= {
+        ends_name: [torch.tensor(list(accumulate(map(len, parts[of]), initial=0)))] for ends_name, of in ends.items()
+    }
     order = list(DTYPES)
     columns = sorted((Column(*item) for item in parts.items()), key=lambda column: column.name)
     return sorted(columns, key=lambda column: order.index(column.dtype), reverse=True)
+
+
+def _state_parts(sample: Features | EncodedFeatures, codec: str) -> Parts:
+    """The states of a sample by the names that they have in a shard; the last ones only where they are needed."""
+    own, encode = taught(sample.loss_mask).nonzero().squeeze(-1), CODECS[codec].encode
+    if isinstance(sample, EncodedFeatures):
+        aux, last = sample.aux, {part: _rows(values, own) for part, values in sample.last.items()}
+    else:
+        aux, last = encode(sample.aux), encode(_rows(sample.last, own))
+    named = {"aux": aux, "last": last}
+    return {f"{name}.{part}" if part else name: values for name in named for part, values in named[name].items()}
+
+
+def taught(loss_mask: torch.Tensor) -> torch.Tensor:
+    """The tokens whose last state the loss needs, which is what the target says after them: those before a token of the
+    target's own. [T] bool → [T] bool"""
+    found = torch.zeros_like(loss_mask)
+    found[:-1] = loss_mask[1:]
+    return found
+
+
+def _rows(values: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Rows by their numbers, which ascend; no copy if they are back to back."""
+    if len(own) and int(own[-1] - own[0]) + 1 == len(own):
+        return values[int(own[0]) : int(own[-1]) + 1]
+    return values[own]
 
 
 def _header(columns: Sequence[Column]) -> memoryview:

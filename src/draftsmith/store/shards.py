@@ -3,8 +3,11 @@
     manifest.json            what the states are of (manifest.py)
     ledger.jsonl             one line per committed shard (ledger.py)
     shard-00000.safetensors  whole sequences back to back:
-                             aux [tokens, A, Ht], last [tokens, Ht], as the codec encodes them,
-                             input_ids [tokens] int32, loss_mask [tokens] uint8, offsets [sequences + 1] int64
+                             aux [tokens, A, Ht] and last [taught, Ht], as the codec encodes them,
+                             input_ids [tokens] int32, loss_mask [tokens] uint8, offsets [sequences + 1] int64,
+                             last_offsets [sequences + 1] int64
+
+The last state is kept where the loss needs it: before each token of the target's own. Elsewhere it is read as zeros.
 
 `writer.py` writes them, `shard_file.py` has one shard.
 """
@@ -26,7 +29,7 @@ from draftsmith.records import Features
 from draftsmith.store.codec import CODECS
 from draftsmith.store.ledger import Entry, read_ledger
 from draftsmith.store.manifest import Manifest, read_manifest, refuse_differences
-from draftsmith.store.shard_file import map_shard
+from draftsmith.store.shard_file import LAST_OFFSETS, map_shard, taught
 from draftsmith.store.threads import one_core_threads
 
 # Linux 5.14, `madvise(2)`: map what is in memory all at once, which costs a fraction of doing so page by page when it
@@ -39,8 +42,8 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class Store:
     """Reads a store: `store[i]` is sequence `i` in the order committed.
 
-    Its states are views of the mapped file: do not write into them. A shard is checked against its checksum when it is
-    first touched. What is committed after opening is not seen. May be used by several threads.
+    Its states may be views of the mapped file: do not write into them. A shard is checked against its checksum when it
+    is first touched. What is committed after opening is not seen. May be used by several threads.
 
     Attributes:
         manifest: what the states are of.
@@ -107,7 +110,7 @@ class Store:
             input_ids=shard["input_ids"][start:stop].long(),
             loss_mask=shard["loss_mask"][start:stop].bool(),
             aux=self._states(shard, "aux", place, start, stop, aux),
-            last=self._states(shard, "last", place, start, stop, last),
+            last=self._last(shard, place, start, stop, last),
         )
 
     def read_into(self, indexes: Sequence[int], aux: torch.Tensor, last: torch.Tensor) -> list[Features]:
@@ -140,12 +143,25 @@ class Store:
             self._fetchers.submit(self._bring_into_memory, of_shard)
 
     def _bring_into_memory(self, indexes: list[int]) -> None:
-        for number, _, start, stop in (self._spans[index] for index in indexes):
+        for number, place, start, stop in (self._spans[index] for index in indexes):
             shard = self._shard(number)
-            for tensor in (shard["aux"][start:stop], shard["last"][start:stop]):
+            first, end = shard[LAST_OFFSETS][place : place + 2].tolist() if LAST_OFFSETS in shard else (start, stop)
+            for tensor in (shard["aux"][start:stop], shard["last"][first:end]):
                 begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
                 for advice in (mmap.MADV_WILLNEED, MADV_POPULATE_READ):
                     _madvise(begin, tensor.data_ptr() + tensor.nbytes - begin, advice)
+
+    def _last(
+        self, shard: dict[str, torch.Tensor], place: int, start: int, stop: int, into: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The last states, and zeros where there are none."""
+        if LAST_OFFSETS not in shard:
+            return self._states(shard, "last", place, start, stop, into)
+        first, end = shard[LAST_OFFSETS][place : place + 2].tolist()
+        found = self._states(shard, "last", place, first, end, None)
+        last = found.new_zeros(stop - start, found.shape[-1]) if into is None else into.zero_()
+        last[taught(shard["loss_mask"][start:stop].bool())] = found.to(last.dtype)
+        return last
 
     def _states(
         self, shard: dict[str, torch.Tensor], name: str, place: int, start: int, stop: int, into: torch.Tensor | None

@@ -19,12 +19,17 @@ STATE_BYTES = {
 }
 
 
-def bytes_per_token(hidden_size: int, aux_layers: int, codec: str) -> int:
-    """Auxiliary and last states, the token's id as int32, its loss mask as a byte."""
-    return (aux_layers + 1) * STATE_BYTES[codec](hidden_size) + 4 + 1
+def bytes_per_token(hidden_size: int, aux_layers: int, codec: str, taught: float = 1.0) -> int:
+    """Auxiliary states, the token's id as int32, its loss mask as a byte; and for a share of the tokens the last state:
+    those before a token of the target's own."""
+    return math.ceil((aux_layers + taught) * STATE_BYTES[codec](hidden_size)) + 4 + 1
 
 
-def predict_bytes(lengths: Iterable[int], *, aux_layers: int, hidden_size: int, codec: str) -> int:
-    """Bytes on disk of sequences of so many tokens; headers and ledger, well under 1 % of it, are not counted."""
-    per_token = bytes_per_token(hidden_size, aux_layers, codec)
-    return sum(length * per_token + 8 for length in lengths)
+def predict_bytes(lengths: Iterable[tuple[int, int]], *, aux_layers: int, hidden_size: int, codec: str) -> int:
+    """Bytes on disk of sequences; headers and ledger, well under 1 % of it, are not counted.
+
+    Args:
+        lengths: of each sequence its tokens, and how many of them have their last state kept.
+    """
+    state = STATE_BYTES[codec](hidden_size)
+    return sum((aux_layers * tokens + taught) * state + 5 * tokens + 16 for tokens, taught in lengths)

@@ -31,7 +31,7 @@ from draftsmith.store.manifest import (
     refuse_differences,
     write_manifest,
 )
-from draftsmith.store.shard_file import misfit, write_shard
+from draftsmith.store.shard_file import misfit, taught, write_shard
 from draftsmith.store.sizes import predict_bytes
 from draftsmith.store.threads import THREADS, one_core_threads
 
@@ -182,7 +182,7 @@ class StoreWriter:
 
     def _predict_bytes(self, sample: Features | EncodedFeatures) -> int:
         return predict_bytes(
-            [len(sample.input_ids)],
+            [(len(sample.input_ids), int(taught(sample.loss_mask).sum()))],
             aux_layers=len(self.manifest.aux_layer_ids),
             hidden_size=self.manifest.hidden_size,
             codec=self.manifest.codec,
@@ -192,7 +192,7 @@ class StoreWriter:
         found = {"input_ids": sample.input_ids, "loss_mask": sample.loss_mask}
         for name, states in (("aux", sample.aux), ("last", sample.last)):
             found[name] = states[""] if isinstance(states, dict) else states
-        problem = misfit(found, len(sample.input_ids), self.manifest)
+        problem = misfit(found, len(sample.input_ids), len(sample.input_ids), self.manifest)
         if sample.id in self._added:
             problem = "is in the store already"
         if problem:

@@ -9,6 +9,7 @@ import torch
 from draftsmith.records import Features
 
 FORMAT_1 = Path(__file__).parent / "format-1"  # a line of the ledger has the checksum of its entry alone; BLAKE2b
+FORMAT_2 = FORMAT_1.with_name("format-2")  # the last state of every token
 HIDDEN_SIZE, LENGTHS = 8, (5, 1, 3)
 
 
