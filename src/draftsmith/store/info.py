@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from draftsmith.store.codec import CODECS
+from draftsmith.store.shard_file import taught
 from draftsmith.store.shards import Store
 from draftsmith.store.threads import one_core_threads
 
@@ -60,7 +61,7 @@ def compare_codecs(folder: Path, tokens: int = 4096) -> dict[str, Any]:
     store = Store.open(folder)
     states: list[torch.Tensor] = []
     for found in store:
-        states += [found.aux, found.last]
+        states += [found.aux, found.last[taught(found.loss_mask)]]
         if sum(map(len, states[::2])) >= tokens:
             break
     fit = [

@@ -159,8 +159,17 @@ class Store:
             return self._states(shard, "last", place, start, stop, into)
         first, end = shard[LAST_OFFSETS][place : place + 2].tolist()
         found = self._states(shard, "last", place, first, end, None)
-        last = found.new_zeros(stop - start, found.shape[-1]) if into is None else into.zero_()
-        last[taught(shard["loss_mask"][start:stop].bool())] = found.to(last.dtype)
+        last = found.new_empty(stop - start, found.shape[-1]) if into is None else into
+        kept = taught(shard["loss_mask"][start:stop].bool())
+        rows = kept.nonzero().squeeze(-1)
+        if len(rows) and int(rows[-1] - rows[0]) + 1 == len(rows):  # one answer: no rows to be found one by one
+            at, after = int(rows[0]), int(rows[-1]) + 1
+            last[:at].zero_()
+            last[at:after].copy_(found)
+            last[after:].zero_()
+        else:
+            last.index_fill_(0, (~kept).nonzero().squeeze(-1), 0)
+            last.index_copy_(0, rows, found.to(last.dtype))
         return last
 
     def _states(
