@@ -118,6 +118,21 @@ def test_a_draft_that_was_trained_anew_is_not_served_by_its_old_export(finished,
     assert "needs `export`, which was done otherwise: `train` was done anew since" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("initial", "says"),
+    [
+        ("runs/nowhere", "there is no such folder"),
+        ("{run}/train/checkpoints/final", "is what this very training wrote"),
+    ],
+)
+def test_training_is_not_deleted_for_a_first_draft_that_cannot_be(finished, initial, says):
+    run = finished / "runs" / "tiny"
+    override = f"train.draft.initial={initial.format(run=run)}"
+    refused = draftsmith("train", "recipe.yaml", override, "--redo", cwd=finished)
+    assert (refused.returncode, says in refused.stderr) == (2, True), refused.stderr
+    assert (run / "train" / "checkpoints" / "final" / "model.safetensors").exists()
+
+
 def test_redo_replaces_a_stage_whose_record_is_damaged(finished, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)

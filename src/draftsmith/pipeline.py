@@ -228,9 +228,29 @@ def _files(stage: str, recipe: Recipe) -> dict[str, str]:
         outside += [recipe.prepare.chat_template] if recipe.prepare.chat_template else []
         return {path: hash_file(Path(path)) for path in outside if Path(path).is_file()}
     if stage == "train" and recipe.train.draft.initial is not None:
-        weights = sorted(Path(recipe.train.draft.initial).glob("*.safetensors"))
-        return {f"{file.parent}/{file.name}": hash_file(file) for file in weights}
+        return _files_of_draft(Path(recipe.train.draft.initial), RunPaths(recipe.folder).stage("train"))
     return {}
+
+
+def _files_of_draft(folder: Path, training: Path) -> dict[str, str]:
+    """Of the draft to go on from.
+
+    Raises:
+        RequestError: there is no such folder, or it is of the training itself, with which --redo would delete it.
+    """
+    where = f"train.draft.initial={folder}"
+    if not folder.is_dir():
+        raise RequestError(
+            "there is no such folder",
+            where=where,
+            hint="give RUN/train/checkpoints/final, RUN/export/vllm, or a folder that a published draft was fetched to",
+        )
+    if folder.resolve().is_relative_to(training.resolve()):
+        raise RequestError(
+            "is what this very training wrote", where=where, hint="give this one another run_dir, or copy the draft"
+        )
+    files = sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")])
+    return {f"{file.parent}/{file.name}": hash_file(file) for file in files}
 
 
 def differences(before: Any, now: Any, prefix: str = "") -> list[str]:

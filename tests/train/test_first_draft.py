@@ -58,8 +58,6 @@ def test_an_earlier_draft_of_another_shape_is_refused_with_the_settings_to_give(
 ) -> None:
     with pytest.raises(RequestError, match=r"another shape than this run's draft: train\.draft\.norm_output=true"):
         first_draft(tmp_path, tiny_target, initial=str(earlier), norm_output=False)
-    with pytest.raises(RequestError, match="there is no such folder"):
-        first_draft(tmp_path, tiny_target, initial=str(tmp_path / "nowhere"))
 
 
 def test_an_earlier_draft_keeps_its_vocabulary(tmp_path: Path, tiny_target: Path, earlier: Path) -> None:
@@ -107,7 +105,11 @@ def test_training_that_began_with_another_draft_of_the_same_name_is_stale(tmp_pa
         draft.fc.weight.data.fill_(value)
         save_draft(tmp_path / "earlier", draft)
         prints.append(_files("train", recipe))
-    assert prints[0].keys() == prints[1].keys() == {f"{tmp_path}/earlier/model.safetensors"}
+    assert (
+        prints[0].keys()
+        == prints[1].keys()
+        == {f"{tmp_path}/earlier/{of}" for of in ("config.json", "model.safetensors")}
+    )
     assert prints[0] != prints[1]
 
 

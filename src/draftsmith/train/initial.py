@@ -28,7 +28,7 @@ def first_draft(
     An earlier draft keeps its shape and its vocabulary; where the recipe asks for another shape, it is refused.
 
     Raises:
-        RequestError: there is no such folder, or the earlier draft has another shape than the recipe asks for.
+        RequestError: the earlier draft has another shape than the recipe asks for.
         CheckpointError: the earlier draft is damaged, made for another target, or has an embedding of its own.
         DataError: its vocabulary map is none.
     """
@@ -39,12 +39,6 @@ def first_draft(
         draft.initialise(head, ids, run.seed)
         return draft.to(head.embedding.device), []
     folder = Path(settings.initial)
-    if not folder.is_dir():
-        raise RequestError(
-            "there is no such folder",
-            where=f"train.draft.initial={folder}",
-            hint="give RUN/train/checkpoints/final, RUN/export/vllm, or a folder that a published draft was fetched to",
-        )
     draft, notes = _published(folder, facts, head) if is_for_engines(folder) else (load_draft(folder, head), [])
     _refuse_other_shape(draft, settings, aux_layer_ids)
     vocabulary = f"keeps its own vocabulary of {draft.config.draft_vocab_size:,} tokens, whatever `prepare` chose"
