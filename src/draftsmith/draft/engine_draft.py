@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -18,7 +19,7 @@ from draftsmith.draft.config import DraftConfig
 from draftsmith.draft.files import CONFIG, EMBEDDING, WEIGHTS
 from draftsmith.draft.model import Draft
 from draftsmith.draft.names import SGLANG, from_sglang, from_vllm, rename_all
-from draftsmith.errors import CheckpointError
+from draftsmith.errors import CheckpointError, RequestError
 from draftsmith.layers import default_aux_layer_ids
 from draftsmith.records import TargetFacts
 from draftsmith.target import TargetHead
@@ -45,7 +46,9 @@ def load_engine_draft(folder: Path, facts: TargetFacts, head: TargetHead) -> tup
     try:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot be read: {error}", where=str(folder / WEIGHTS)) from error
+        raise CheckpointError(
+            f"cannot be read: {error}", where=str(folder / WEIGHTS), hint="export it anew, or fetch it again"
+        ) from error
     rename = from_sglang if any(name.startswith(SGLANG) for name in tensors) else from_vllm
     tensors = rename_all(tensors, rename)
     draft = Draft(config)
@@ -65,9 +68,10 @@ def load_engine_draft(folder: Path, facts: TargetFacts, head: TargetHead) -> tup
 
 def _config(root: dict[str, Any], facts: TargetFacts, folder: Path) -> tuple[DraftConfig, list[str]]:
     """The shape as vLLM reads it, and what it has to assume."""
+    file = folder / CONFIG
     speculators = "transformer_layer_config" in root
-    layer = root["transformer_layer_config"] if speculators else root
-    rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    layer = _section(root, "transformer_layer_config", file) if speculators else root
+    rope = _section(layer, "rope_parameters", file) or _section(layer, "rope_scaling", file)
     said = {
         "aux_layer_ids": root.get("eagle_aux_hidden_state_layer_ids"),
         "norm_before_residual": root.get("norm_before_residual"),
@@ -79,13 +83,16 @@ def _config(root: dict[str, Any], facts: TargetFacts, folder: Path) -> tuple[Dra
         "rope_theta": 10000.0,
     }
     silent = {name: defaults[name] for name, value in said.items() if value is None}
-    heads = layer.get("num_attention_heads")
+    heads, hidden_size = layer.get("num_attention_heads") or None, layer.get("hidden_size")
+    shared = hidden_size // heads if isinstance(hidden_size, int) and isinstance(heads, int) else None
+    norms = _section(root, "eagle_config", file)
     values = {field.name: layer.get(field.name) for field in dataclasses.fields(DraftConfig)} | {
         "draft_vocab_size": root.get("draft_vocab_size") or layer.get("vocab_size"),
-        "target_hidden_size": root.get("target_hidden_size") or layer.get("hidden_size"),
+        "target_hidden_size": root.get("target_hidden_size") or hidden_size,
+        "num_attention_heads": heads,
         "num_key_value_heads": layer.get("num_key_value_heads") or heads,
-        "head_dim": layer.get("head_dim") or (layer.get("hidden_size") or 0) // (heads or 1),
-        "norm_before_fc": bool((root.get("eagle_config") or {}).get("norm_before_fc", root.get("norm_before_fc"))),
+        "head_dim": layer.get("head_dim") or shared,
+        "norm_before_fc": bool(norms.get("norm_before_fc", root.get("norm_before_fc"))),
         "fc_norm": bool(root.get("fc_norm")),
         "norm_output": bool(root.get("norm_output")),
         **said,
@@ -93,9 +100,23 @@ def _config(root: dict[str, Any], facts: TargetFacts, folder: Path) -> tuple[Dra
         "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
     }
     if absent := [name for name, value in values.items() if value is None and name != "rope_scaling"]:
-        raise CheckpointError(f"does not say {', '.join(absent)}", where=str(folder / CONFIG))
+        raise CheckpointError(f"does not say {', '.join(absent)}", where=str(file))
     assumed = [f"config.json does not say {name}: vLLM takes {json.dumps(value)}" for name, value in silent.items()]
-    return DraftConfig.from_json(values), assumed
+    try:
+        return TypeAdapter(DraftConfig).validate_python(values), assumed
+    except ValidationError as error:
+        wrong = [f"{found['loc'][0]} is {json.dumps(found['input'])}: {found['msg']}" for found in error.errors()]
+        raise CheckpointError("; ".join(wrong), where=str(file)) from error
+    except RequestError as error:  # which would send to the recipe
+        raise CheckpointError(error.what, where=str(file)) from error
+
+
+def _section(of: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
+    """A copy; empty where there is none."""
+    section = of.get(name)
+    if section is not None and not isinstance(section, dict):
+        raise CheckpointError(f"{name} is not a mapping", where=str(file))
+    return dict(section or {})
 
 
 def _refuse_other_shape(config: DraftConfig, facts: TargetFacts, folder: Path) -> None:
@@ -121,12 +142,12 @@ def _against_manifest(folder: Path, config: DraftConfig, facts: TargetFacts) -> 
         return []
     manifest = _read_json(folder / MANIFEST)
     found = []
-    trained, read = manifest.get("draft", {}), config.to_json()
+    trained, read = _section(manifest, "draft", folder / MANIFEST), config.to_json()
     for name in read:
         there, own = (json.loads(json.dumps(of.get(name))) for of in (read, trained))
         if name in trained and there != own:
             found.append(f"config.json says {name} {json.dumps(there)}, it was trained with {json.dumps(own)}")
-    target = manifest.get("target", {})
+    target = _section(manifest, "target", folder / MANIFEST)
     for name in _SAME_TARGET:
         there, own = target.get(name), getattr(facts, name)
         if name in target and there != own:
