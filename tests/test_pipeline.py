@@ -122,6 +122,7 @@ def test_a_draft_that_was_trained_anew_is_not_served_by_its_old_export(finished,
     ("initial", "says"),
     [
         ("runs/nowhere", "there is no such folder"),
+        ("runs", "there is no config.json"),
         ("{run}/train/checkpoints/final", "is what this very training wrote"),
     ],
 )

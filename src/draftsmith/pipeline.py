@@ -102,8 +102,9 @@ def _run_alone(
         differing = differences(state["fingerprint"], wanted)
         if differing and stage not in ALWAYS:
             raise StaleError(
-                f"{'was done' if state['status'] == 'done' else 'was begun'} with other "
-                f"{'settings or inputs' if len(differing) > 1 else 'setting or input'}: " + "; ".join(differing),
+                f"{'was done' if state['status'] == 'done' else 'was begun'} with "
+                f"{'other settings or inputs' if len(differing) > 1 else 'another setting or input'}: "
+                + "; ".join(differing),
                 where=stage,
                 hint="restore them, use another run_dir, or give --redo to delete this stage's results and do it again",
             )
@@ -236,12 +237,12 @@ def _files_of_draft(folder: Path, training: Path) -> dict[str, str]:
     """Of the draft to go on from.
 
     Raises:
-        RequestError: there is no such folder, or it is of the training itself, with which --redo would delete it.
+        RequestError: there is none, or it is of the training itself, with which --redo would delete it.
     """
     where = f"train.draft.initial={folder}"
-    if not folder.is_dir():
+    if not (folder / "config.json").is_file():
         raise RequestError(
-            "there is no such folder",
+            "there is no draft, for there is no config.json" if folder.is_dir() else "there is no such folder",
             where=where,
             hint="give RUN/train/checkpoints/final, RUN/export/vllm, or a folder that a published draft was fetched to",
         )
