@@ -123,6 +123,7 @@ def test_the_page_of_settings_is_what_make_docs_would_write():
         "train.betas=[0.9, 1]",
         "train.unroll_steps=1000000",
         "train.learning_rate=3",
+        "evaluate.temperature=1e-40",
         "evaluate.num_speculative_tokens=1000",
         "evaluate.served.num_speculative_tokens=[3, 1000]",
         "evaluate.served.start_seconds=0",

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from draftsmith.errors import RecipeError
 
@@ -25,12 +25,20 @@ class _Free:
     """Marks a setting that changes how, not what: it is left out of the stage's fingerprint."""
 
 
+def _refuse_overflow(temperature: float) -> float:
+    """Logits are divided by it; vLLM takes 0.01 in place of less."""
+    if 0 < temperature < 0.01:
+        raise PydanticCustomError("temperature", "should be 0, which is greedy, or at least 0.01")
+    return temperature
+
+
 Free = _Free()
 PositiveInt = Annotated[int, Field(ge=1)]
 DraftTokens = Annotated[int, Field(ge=1, le=32)]  # K; memory grows with it, and engines draft far fewer
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 ProperFraction = Annotated[float, Field(ge=0, lt=1)]
+Temperature = Annotated[float, Field(ge=0), AfterValidator(_refuse_overflow)]
 LossKind = Literal["soft_cross_entropy", "forward_kl", "lk", "lk_hybrid"]
 
 
@@ -105,7 +113,7 @@ class Regenerate(Section):
     served_model: Annotated[str | None, Free] = Field(None, description="Model name on that server; asked if null")
     max_new_tokens: PositiveInt = 512
     max_turns: PositiveInt | None = Field(None, description="Answer at most so many user turns of a conversation")
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Temperature = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     batch_size: Annotated[PositiveInt, Free] = Field(32, description="Sequences at once, or requests in flight")
     timeout_seconds: Annotated[Positive, Free] = Field(300.0, description="Longest wait for one answer of a server")
@@ -235,7 +243,7 @@ class Served(Section):
     max_tokens: Annotated[int, Field(ge=8)] = Field(
         128, description="Written for each prompt, past the end of an answer too"
     )
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Temperature = 0.0
     repeats: Annotated[int, Field(ge=1, le=10)] = Field(3, description="Of each measurement, for intervals")
     start_seconds: Positive = Field(1800.0, description="Longest wait for an engine to come up")
     timeout_seconds: Positive = Field(600.0, description="Longest silence of a started engine")
@@ -249,7 +257,7 @@ class Evaluate(Section):
         40, description="Held-out prompts decoded for real; 0: the estimate from recorded states alone"
     )
     max_new_tokens: PositiveInt = 128
-    temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="Prompts are sampled at it too; 0: greedy only")
+    temperature: Temperature = Field(0.0, description="Prompts are sampled at it too; 0: greedy only")
     draft_sample_method: Literal["greedy", "probabilistic"] = Field(
         "greedy", description="At temperature, how the draft picks its tokens; greedy is vLLM's default"
     )
