@@ -60,6 +60,14 @@ def test_a_merge_that_broke_off_leaves_nothing_in_the_way_of_the_next(tmp_path: 
     assert merge(parts, tmp_path / "whole")["samples"] == 6
 
 
+def test_a_store_is_not_converted_into_one_of_another_codec(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", some_features(3))
+    convert(folder, tmp_path / "other", "int8")
+    with pytest.raises(StoreError, match=r"codec is .int8., and .fp8. is needed") as refused:
+        convert(folder, tmp_path / "other", "fp8")
+    assert refused.value.hint == "name a folder that is not there yet"
+
+
 def test_a_store_is_not_converted_into_itself(tmp_path: Path) -> None:
     folder = write_store(tmp_path / "store", some_features(2), codec="bf16")
     with pytest.raises(RequestError) as caught:

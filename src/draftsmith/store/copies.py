@@ -17,7 +17,7 @@ from draftsmith.signals import check_stop, stop_requested
 from draftsmith.store.codec import CODECS
 from draftsmith.store.folder import LOCK, file_system, shard_name, sole_writer
 from draftsmith.store.ledger import Entry, write_ledger
-from draftsmith.store.manifest import NOTES, refuse_differences, write_manifest
+from draftsmith.store.manifest import MANIFEST, NOTES, read_manifest, refuse_differences, write_manifest
 from draftsmith.store.shards import Store
 from draftsmith.store.writer import StoreWriter
 
@@ -37,7 +37,7 @@ def merge(folders: Sequence[Path], into: Path) -> dict[str, Any]:
     due = {name: value for name, value in asdict(first.manifest).items() if name not in NOTES}
     owner: dict[str, Path] = {}
     for store in stores:
-        refuse_differences(store.folder, store.manifest, due)
+        refuse_differences(store.folder, store.manifest, due, hint=f"leave it out; {first.folder} came first")
         for id in store.sample_ids:
             if id in owner:
                 raise StoreError(f"has {id}, as {owner[id]} does", where=str(store.folder), hint="merge one of the two")
@@ -81,12 +81,18 @@ def convert(folder: Path, into: Path, codec: str) -> dict[str, Any]:
             where="--codec",
             hint=f"choose {', '.join(name for name, other in CODECS.items() if other.dtype is None)}",
         )
+    if (into / MANIFEST).exists():
+        refuse_differences(into, read_manifest(into), {"codec": codec}, hint="name a folder that is not there yet")
     with (
         StoreWriter.open(into, replace(store.manifest, codec=codec), SHARD_BYTES) as writer,
         progress("convert", sum(store.lengths), "tokens", done=sum(writer.committed.values())) as bar,
     ):
         if writer.committed.keys() - set(store.sample_ids):
-            raise StoreError("has samples that are not in the store to convert", where=str(into))
+            raise StoreError(
+                "has samples that are not in the store to convert",
+                where=str(into),
+                hint="name a folder that is not there yet",
+            )
         for index, id in enumerate(store.sample_ids):
             if id not in writer.committed:
                 sample = store[index]

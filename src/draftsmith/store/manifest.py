@@ -16,6 +16,7 @@ from draftsmith.store.ledger import canonical_json, checksum
 MANIFEST = "manifest.json"
 FORMAT = 3
 READABLE = (1, 2, 3)  # 2 has other lines in the ledger than 1, 3 the last states of some tokens alone
+_OTHER_RUN = "extract into another run_dir, or give `draftsmith extract RECIPE --redo` to replace it"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(**{**data, "aux_layer_ids": tuple(data["aux_layer_ids"])})
 
 
-def refuse_differences(folder: Path, manifest: Manifest, expected: dict[str, Any]) -> None:
+def refuse_differences(folder: Path, manifest: Manifest, expected: dict[str, Any], hint: str = _OTHER_RUN) -> None:
     """Raises StoreError naming each field of the manifest that is not as expected."""
     there = dataclasses.asdict(manifest)
     differing = [
@@ -93,7 +94,7 @@ def refuse_differences(folder: Path, manifest: Manifest, expected: dict[str, Any
         raise StoreError(
             "was made for something else: " + "; ".join(differing),
             where=str(folder),
-            hint="extract into another run_dir, or give `draftsmith extract RECIPE --redo` to replace it",
+            hint=hint,
         )
 
 
