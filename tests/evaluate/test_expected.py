@@ -197,5 +197,4 @@ def test_smollm2_accepts_what_is_expected_within_the_interval(smollm2: Path) -> 
         by_decoding.append(measured(str(i), decoded, prompt, found))
         by_states.append(expect(str(i), "d", found, STEPS, TOKENS))
     found = difference(by_decoding, by_states, seed=0)
-    print(found, summarise("", by_decoding, STEPS, 0), summarise("", by_states, STEPS, 0))
     assert abs(found["difference"]) < 3 * standard_error(found["confidence_95"]) < 0.3
