@@ -137,12 +137,18 @@ def test_training_is_not_deleted_for_a_first_draft_that_cannot_be(finished, init
 def test_redo_replaces_a_stage_whose_record_is_damaged(finished, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
-    for damage in ("{", '{"fingerprint": {"settings": {}, "inputs": {}}, "status": "done"}'):
+    whole = '{"fingerprint": {"settings": {"seed": 0}, "inputs": {}}, "status": "done", "report": {}'
+    for damage in (
+        "{",
+        "[]",
+        '{"fingerprint": {"settings": {}, "inputs": {}}, "status": "done"}',
+        whole + ', "outputs": null}',
+    ):
         (copy / "runs/tiny/export/stage.json").write_text(damage)
         refused = draftsmith("export", "recipe.yaml", cwd=copy)
         assert refused.returncode == 2
         assert "`draftsmith export RECIPE --redo`" in refused.stderr
-        assert draftsmith("export", "recipe.yaml", "--redo", cwd=copy).returncode == 0
+    assert draftsmith("export", "recipe.yaml", "--redo", cwd=copy).returncode == 0
 
 
 def test_a_run_that_was_moved_is_not_said_to_be_where_it_was(finished, tmp_path):

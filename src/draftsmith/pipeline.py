@@ -147,10 +147,11 @@ def read_state(paths: RunPaths, stage: str) -> dict[str, Any] | None:
         return None
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
-        state["fingerprint"]["settings"], state["fingerprint"]["inputs"]
+        state["fingerprint"]["settings"]["seed"], state["fingerprint"]["inputs"].items()
+        state.get("outputs", {}).items()
         if state["status"] == "done":
             state["report"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StaleError(
             f"{file} is damaged: {type(error).__name__}: {error}",
             where=stage,
