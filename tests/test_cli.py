@@ -27,6 +27,8 @@ def test_help_names_every_stage():
         (["train", "absent.yaml"], "there is no such recipe"),
         (["train", "--nonsense", "a.yaml"], "--nonsense"),
         (["probe", "/no/such/folder"], "/no/such/folder"),
+        (["evaluate", "absent.yaml", "--why", "--draft", "/no/such/folder"], "'/no/such/folder' does not exist"),
+        (["evaluate", "absent.yaml", "--draft", "."], "--draft: is for --why alone"),
         (["report", "/no/such/folder"], "/no/such/folder: is not the folder of a run"),
         (["store", "info", "/no/such/folder"], "'/no/such/folder' does not exist"),
         (["store", "verify", "/no/such/folder"], "'/no/such/folder' does not exist"),

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from draftsmith import __version__, launch
-from draftsmith.errors import DraftsmithError
+from draftsmith.errors import DraftsmithError, RequestError
 from draftsmith.store.commands import app as store_app
 
 app = typer.Typer(
@@ -204,9 +204,14 @@ def evaluate(
     as_json: Json = False,
     redo: Redo = False,
     why: Annotated[bool, typer.Option("--why", help="Try other readings of a draft that accepts little")] = False,
-    draft: Annotated[Path | None, typer.Option(help="With --why: another draft, checkpoint or exported")] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option(help="With --why: another draft, checkpoint or exported", exists=True, file_okay=False),
+    ] = None,
 ) -> None:
     """Acceptance length on held-out prompts, and proof that the output is unchanged."""
+    if draft is not None and not why:
+        raise RequestError("is for --why alone", where="--draft", hint="give both")
     if not why:
         _stage("evaluate", recipe, overrides, as_json, redo)
         return

@@ -21,9 +21,7 @@ from draftsmith.target import TargetHead
 
 CONFIG, WEIGHTS, EMBEDDING = "config.json", "model.safetensors", "embed_tokens.weight"
 DIGEST = "weights_sha256"
-_HINT = (
-    "delete the folder; training goes on from the checkpoint before, and `draftsmith train RECIPE --redo` begins anew"
-)
+_HINT = "if it is a checkpoint, delete it: training goes on from the one before, or anew by `draftsmith train RECIPE --redo`"
 
 
 def save_draft(folder: Path, draft: Draft) -> None:
