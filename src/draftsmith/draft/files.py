@@ -21,7 +21,7 @@ from draftsmith.target import TargetHead
 
 CONFIG, WEIGHTS, EMBEDDING = "config.json", "model.safetensors", "embed_tokens.weight"
 DIGEST = "weights_sha256"
-_HINT = "if it is a checkpoint, delete it: training goes on from the one before, or anew by `draftsmith train RECIPE --redo`"
+_HINT = "delete it if it is a checkpoint: training goes on from the one before, or with --redo from the start"
 
 
 def save_draft(folder: Path, draft: Draft) -> None:

@@ -107,7 +107,7 @@ def write_checkpoint(
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written: {error}",
             where=str(folder),
-            hint="make room; the same command then goes on from the checkpoint before",
+            hint="make room; the same command, without --redo, then goes on from the checkpoint before",
         ) from error
 
 
