@@ -114,21 +114,29 @@ def test_samples_that_an_engine_died_over_are_tried_one_by_one_and_the_others_to
     work = Work(map(sample, range(4)), 100)
     send_all(work)
     assert work.lose_engine([0, 1, 2, 3], [1, 2], "why") == {}
-    assert send_all(work) == [0], "a suspect starts only when nothing else is under way"
+    assert send_all(work) == [0, 3], "a suspect starts only when nothing else is under way"
     work.settle(0, captured(0))
+    assert not send_all(work)
+    work.settle(3, captured(3))
     assert send_all(work) == [1]
     assert work.lose_engine([1], [1], "again") == {1: ["why", "again"]}
     assert send_all(work) == [2]
     work.settle(2, captured(2))
-    assert send_all(work) == [3]
+    assert ids(work.take_ready()) == ["s0", "s2", "s3"]
+    assert work.done
 
 
-def test_a_death_that_nobody_explained_casts_suspicion_on_all_under_way() -> None:
+def test_a_death_that_nobody_explained_has_all_under_way_tried_alone_and_is_the_failure_of_none() -> None:
     work = Work(map(sample, range(3)), 100)
     send_all(work)
-    work.lose_engine([0, 1, 2], [], "why")
+    assert work.lose_engine([0, 1, 2], [], "killed") == {}
     assert send_all(work) == [0]
-    assert work.lose_engine([0], [], "again") == {0: ["why", "again"]}
+    assert work.lose_engine([0], [], "alone") == {}
+    for number in (1, 2):
+        assert send_all(work) == [number], "the others first"
+        work.settle(number, captured(number))
+    assert send_all(work) == [0]
+    assert work.lose_engine([0], [], "again") == {0: ["alone", "again"]}
 
 
 # ---- hooks on the layers ----------------------------------------------------------------------------------------

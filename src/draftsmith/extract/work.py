@@ -86,6 +86,9 @@ class Work:
     def lose_engine(self, lost: Collection[int], suspects: Sequence[int], reason: str) -> dict[int, list[str]]:
         """Note that an engine died over some of the samples that it had: over all if there are none to suspect.
 
+        Each of those is tried alone. Where nobody could say why it died, perhaps killed from outside, it is none of
+        several samples' failure yet.
+
         Args:
             lost: all that it had under way.
 
@@ -93,11 +96,12 @@ class Work:
             The reasons of those that have failed twice by now.
         """
         blamed = [number for number in sorted(lost) if not suspects or number in suspects]
-        innocent = set(lost) - set(blamed)
-        given_up = {number: reasons for number in blamed if (reasons := self.fail(number, reason))}
+        failed = blamed if suspects or len(blamed) == 1 else []
+        innocent = set(lost) - set(failed)
+        given_up = {number: reasons for number in failed if (reasons := self.fail(number, reason))}
         self._alone |= set(blamed)
         self._under_way -= innocent
-        self._again = deque(sorted({*self._again, *innocent}))
+        self._again.extendleft(sorted(innocent, reverse=True))
         return given_up
 
     def take_ready(self) -> list[Captured]:
