@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,16 @@ def test_what_is_no_set_of_prompts_is_refused_with_its_place(recipe_of, tmp_path
     ):
         with pytest.raises(DataError, match=rf"line 3: .*{says}"):
             sets_of(recipe_of(prompt_sets=[write_lines(tmp_path / "bad.jsonl", {"prompt": "a"}, row)]))
+    for messages in ([{"role": "user", "content": 7}], [{"role": "user"}], [{"role": "user", "content": "\ud800"}]):
+        with pytest.raises(DataError, match="line 1: has no `prompt`"):
+            sets_of(recipe_of(prompt_sets=[write_lines(tmp_path / "bad.jsonl", {"messages": messages})]))
+    for content, says in ((b'{"prompt": "a"}\n\xff\n', "cannot be read"), (b"\n", "has no prompt")):
+        (tmp_path / "bytes.jsonl").write_bytes(content)
+        with pytest.raises(DataError, match=says):
+            sets_of(recipe_of(prompt_sets=[str(tmp_path / "bytes.jsonl")]))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 99)[:-12])
+    with pytest.raises(DataError, match="cannot be read"):
+        sets_of(recipe_of(prompt_sets=[str(tmp_path / "cut.jsonl.gz")]))
     (tmp_path / "cut.jsonl").write_text('{"prompt": "a"}\n{"pro')
     with pytest.raises(DataError, match="line 2: is no JSON"):
         sets_of(recipe_of(prompt_sets=[str(tmp_path / "cut.jsonl")]))

@@ -18,7 +18,7 @@ import torch
 # Two computations of one logit differ by rounding: at most 5 · eps · max|logit| between the two likeliest of
 # SmolLM2-135M, read in pieces of 1 and 4 tokens against all at once, in float32 and in bfloat16.
 TIE_ROUNDINGS = 8
-BINS = 20  # of places
+BINS, BIN_TOKENS = 20, 20  # of places: at most, and at the least in each, or χ² is far from what is left of it
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ def places(probs: torch.Tensor, tokens: list[int], generator: torch.Generator) -
 
 def chance_of(places: torch.Tensor) -> float:
     """How often the target's own samples would be spread this unevenly or worse: χ² over equal bins. [n] → p-value"""
-    counts = (places * BINS).long().clamp(0, BINS - 1).bincount(minlength=BINS).double()
-    expected = len(places) / BINS
+    bins = max(2, min(BINS, len(places) // BIN_TOKENS))
+    counts = (places * bins).long().clamp(0, bins - 1).bincount(minlength=bins).double()
+    expected = len(places) / bins
     chi_squared = ((counts - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((BINS - 1) / 2).double(), chi_squared / 2))
+    return float(torch.special.gammaincc(torch.tensor((bins - 1) / 2).double(), chi_squared / 2))

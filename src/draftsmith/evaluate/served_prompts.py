@@ -51,6 +51,8 @@ def read_prompt_sets(recipe: Recipe, paths: RunPaths, facts: TargetFacts, room_t
         else:
             found = [chat.render(messages) for messages in _conversations(name)]
         random.Random(recipe.seed).shuffle(found)
+        if not found:
+            raise DataError(f"{name} has no prompt", where="evaluate.served.prompt_sets")
         short = [ids for ids in found if room_tokens is None or len(ids) <= room_tokens]
         if not short:
             raise DataError(
@@ -86,12 +88,19 @@ def _conversations(name: str) -> Iterator[list[dict[str, Any]]]:
 def _asked(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Up to the user's last word: of a conversation, or of a question as HumanEval, GSM8K and MT-bench write it."""
     messages, turns = record.get("messages"), record.get("turns")
-    if isinstance(messages, list) and all(isinstance(one, dict) for one in messages):
+    if isinstance(messages, list) and messages:
+        if not all(isinstance(one, dict) and _is_text(one.get("content")) for one in messages):
+            return []
         last = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=-1)
         return messages[: last + 1]
     first = turns[0] if isinstance(turns, list) and turns else None
-    text = next((text for text in (record.get("prompt"), record.get("question"), first) if isinstance(text, str)), "")
+    text = next((text for text in (record.get("prompt"), record.get("question"), first) if _is_text(text)), "")
     return [{"role": "user", "content": text}] if text else []
+
+
+def _is_text(value: Any) -> bool:
+    """A string, without half a character, which no tokenizer takes."""
+    return isinstance(value, str) and value == value.encode(errors="replace").decode()
 
 
 def _records(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -99,7 +108,7 @@ def _records(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     file = _file(name)
     opening = gzip.open if file.suffix == ".gz" else open
     with opening(file, "rt", encoding="utf-8") as lines:
-        for number, line in _whole(lines):
+        for number, line in _whole(lines, file):
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -109,8 +118,14 @@ def _records(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{file}, line {number}", record
 
 
-def _whole(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
-    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+def _whole(lines: Iterable[str], file: Path) -> Iterator[tuple[int, str]]:
+    number = 0
+    try:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, line
+    except (OSError, EOFError, UnicodeDecodeError) as error:  # BadGzipFile is an OSError
+        raise DataError(f"cannot be read: {error}", where=f"{file}, after line {number}") from error
 
 
 def _file(name: str) -> Path:
