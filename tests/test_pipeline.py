@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from draftsmith.errors import DataError
-from draftsmith.rundir import RunPaths, sole_process
+from draftsmith.rundir import RunPaths, hash_json, sole_process
 from draftsmith.vocab_map import read_draft_vocab
 
 STAGES = ["probe", "prepare", "extract", "train", "evaluate", "export", "serve", "report"]
@@ -100,6 +100,31 @@ def test_other_settings_are_refused_by_name_and_nothing_is_touched(finished, sta
     assert says in done.stderr
     assert "--redo" in done.stderr
     assert files == {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_a_run_of_before_a_setting_was_is_done_as_with_its_default(finished, tmp_path):
+    folder = tmp_path / "older"
+    shutil.copytree(finished, folder, symlinks=True)
+    paths, fingerprints = RunPaths(folder / "runs" / "tiny"), {}
+    for stage in STAGES[:6]:
+        state = json.loads(paths.stage_file(stage).read_text())
+        recorded = state["fingerprint"]
+        recorded["inputs"] = {name: hash_json(fingerprints[name]) for name in recorded["inputs"]}
+        fingerprints[stage] = recorded
+        del recorded["settings"]["target"]["revision"]
+        for section, setting in (
+            ("prepare", "max_length_tokens"),
+            ("train", "feature_noise"),
+            ("evaluate", "temperature"),
+        ):
+            recorded["settings"].get(section, {}).pop(setting, None)
+        recorded["settings"].get("train", {}).get("draft", {}).pop("fc_norm", None)
+        paths.stage_file(stage).write_text(json.dumps(state))
+    done = draftsmith("run", "recipe.yaml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    refused = draftsmith("train", "recipe.yaml", "train.feature_noise=0.1", cwd=folder)
+    assert refused.returncode == 2
+    assert "train.feature_noise: 0.0 → 0.1" in refused.stderr
 
 
 def test_a_setting_of_an_earlier_stage_that_changed_is_refused_by_name(finished):

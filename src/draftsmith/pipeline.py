@@ -99,7 +99,8 @@ def _run_alone(
         shutil.rmtree(paths.stage(stage))
     state = read_state(paths, stage)
     if state is not None:
-        differing = differences(state["fingerprint"], wanted)
+        recorded = state["fingerprint"]
+        differing = differences({**recorded, "settings": as_of_now(recorded["settings"], recipe)}, wanted)
         if differing and stage not in ALWAYS:
             raise StaleError(
                 f"{'was done' if state['status'] == 'done' else 'was begun'} with "
@@ -186,13 +187,29 @@ def settings_of(stage: str, recipe: Recipe) -> dict[str, Any]:
     return settings
 
 
+def as_of_now(settings: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Recorded settings, and for those that an earlier version of draftsmith did not have, their defaults."""
+    found = dict(settings)
+    for name in settings.keys() & type(recipe).model_fields.keys() - {"seed"}:
+        section = type(getattr(recipe, name))
+        default = section(model=recipe.target.model) if name == "target" else section()
+        found[name] = _filled(settings[name], default.identity())
+    return found
+
+
+def _filled(value: Any, default: Any) -> Any:
+    if not isinstance(value, dict) or not isinstance(default, dict):
+        return value
+    return {**default, **{key: _filled(of, default.get(key)) for key, of in value.items()}}
+
+
 def _refuse_stale_input(stage: str, name: str, done: dict[str, Any], recipe: Recipe, paths: RunPaths) -> None:
     """Raises StaleError where an input was done with other settings than the recipe's, or from what is no more.
 
     The seed may be another: so one trains twice on the same states.
     """
     now = {**json.loads(json.dumps(settings_of(name, recipe))), "seed": done["settings"]["seed"]}
-    differing = differences(done["settings"], now)
+    differing = differences(as_of_now(done["settings"], recipe), now)
     for other, hashed in done["inputs"].items():
         state = read_state(paths, other)
         if state is None or hash_json(state["fingerprint"]) != hashed:
