@@ -40,9 +40,9 @@ def info(folder: Path) -> dict[str, Any]:
         "domains": dict(domains),
         "manifest": asdict(manifest),
         "summary": [
-            f"{len(store):,} samples, {tokens:,} tokens, {len(store.entries):,} shards, {size / _GIB:,.2f} GiB",
+            f"{len(store):,} samples, {tokens:,} tokens, shards: {len(store.entries):,}, {size / _GIB:,.2f} GiB",
             f"  {manifest.codec}" + (f", {size / raw:.3f} of raw bf16" if raw else ""),
-            f"  {manifest.model}, revision {manifest.revision}, {manifest.dtype}",
+            ", ".join(filter(None, [f"  {manifest.model}", manifest.revision, manifest.dtype])),
             f"  layer ids {layers} and {manifest.num_hidden_layers}, {manifest.hidden_size} wide",
             f"  by {manifest.engine} {manifest.engine_version}",
             "  " + ", ".join(f"{count:,} {name}" for name, count in sorted(splits.items())),
