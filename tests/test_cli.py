@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
 
 def draftsmith(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "draftsmith", *arguments], capture_output=True, text=True)
@@ -69,14 +71,18 @@ def test_a_reader_that_goes_away_is_no_fault(arguments):
     os.close(read)
     with open(write, "wb") as pipe:
         command = [sys.executable, "-m", "draftsmith", *arguments]
-        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, env=BUFFERED)
     assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_full_disk_behind_the_output_is_no_fault_of_ours():
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "draftsmith", "recipe"], stdout=full, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "draftsmith", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=BUFFERED,
         )
     assert done.returncode == 1
     assert done.stderr.startswith("error: [Errno 28] No space left on device\n  hint: make room")

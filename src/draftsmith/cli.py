@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import signal
 import sys
 import traceback
@@ -55,6 +56,7 @@ def main() -> None:
         code = app(standalone_mode=False) or 0  # where it does not stand alone, typer.Exit becomes a return value
         if code == INTERRUPTED:
             raise KeyboardInterrupt
+        sys.stdout.flush()  # what refuses it is told here, not by the interpreter as it ends
         sys.exit(code)
     except DraftsmithError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -69,7 +71,10 @@ def main() -> None:
         if hasattr(error, "format_message"):  # click's: the arguments do not fit
             print(f"error: {error.format_message()}\n  hint: see `draftsmith --help`", file=sys.stderr)
             sys.exit(2)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or what is left is tried again at the end
+            if error.errno == errno.EPIPE:  # the reader went away
+                sys.exit(1)
             print(f"error: {error}\n  hint: make room where it runs and where its output goes", file=sys.stderr)
             sys.exit(1)
         traceback.print_exc()

@@ -6,8 +6,8 @@ what has not ended half a minute later.
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -31,7 +31,9 @@ def graceful_stop() -> Iterator[None]:
             raise KeyboardInterrupt
         if not _requested:
             more = "; once more to stop at once" if alone else ""
-            print(f"stopping at the next safe point{more}", file=sys.stderr)
+            os.write(
+                2, f"stopping at the next safe point{more}\n".encode()
+            )  # where this interrupts, print may be at work
         _requested = True
 
     before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
