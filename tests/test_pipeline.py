@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from draftsmith.corpus import corpus_lengths
 from draftsmith.errors import DataError
 from draftsmith.rundir import RunPaths, hash_json, sole_process
 from draftsmith.vocab_map import read_draft_vocab
@@ -100,6 +101,18 @@ def test_other_settings_are_refused_by_name_and_nothing_is_touched(finished, sta
     assert says in done.stderr
     assert "--redo" in done.stderr
     assert files == {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_extraction_says_before_it_starts_what_it_takes_of_disk_and_time(finished, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy, symlinks=True)
+    done = draftsmith("extract", "recipe.yaml", "--redo", cwd=copy)
+    assert done.returncode == 0, done.stderr
+    tokens = sum(corpus_lengths(copy / "runs/tiny/prepare/corpus.parquet").values())
+    size, seconds = done.stderr.splitlines()[:2]
+    assert size.startswith("extract: store size: ")
+    assert f"{tokens / 1e6:.3g} million tokens" in size
+    assert seconds.startswith("extract: extraction time: ")
 
 
 def test_a_run_of_before_a_setting_was_is_done_as_with_its_default(finished, tmp_path):

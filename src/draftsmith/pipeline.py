@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +61,11 @@ def run_stage(stage: str, recipe: Recipe, *, redo: bool = False) -> dict[str, An
     """
 
     def work() -> dict[str, Any]:
-        return importlib.import_module(f"draftsmith.{stage}").run(recipe, RunPaths(recipe.folder))
+        paths = RunPaths(recipe.folder)
+        if stage == "extract":
+            for line in importlib.import_module("draftsmith.probe").foretell_extraction(recipe, paths):
+                print(f"extract: {line}", file=sys.stderr)
+        return importlib.import_module(f"draftsmith.{stage}").run(recipe, paths)
 
     if launch.world_size() == 1:
         return _run_recorded(stage, recipe, redo, work)

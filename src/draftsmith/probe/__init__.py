@@ -87,6 +87,12 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     return report
 
 
+def foretell_extraction(recipe: Recipe, paths: RunPaths) -> list[str]:
+    """What extraction of the run's corpus takes: bytes on disk, and time. A line each."""
+    _, checks = _judge(recipe, evidence_of(paths.read_facts().path), weights_needed=False)
+    return [f"{check.name}: {check.detail}" for check in checks if check.name in ("store size", "extraction time")]
+
+
 def evidence_of(model: str, revision: str | None = None, ssh: str | None = None) -> dict[str, Any]:
     """What a model folder, hub id or `host:/path` says about itself.
 
