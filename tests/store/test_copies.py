@@ -120,6 +120,15 @@ def test_the_commands_print_one_json_document(tmp_path: Path) -> None:
         assert json.loads(result.stdout)["samples"] == 7
 
 
+def test_info_names_shards_that_the_ledger_lost(tmp_path: Path) -> None:
+    folder = write_store(tmp_path / "store", some_features())
+    assert "not in the ledger" not in CliRunner().invoke(app, ["info", str(folder)]).stdout
+    (folder / "ledger.jsonl").write_bytes((folder / "ledger.jsonl").read_bytes()[:100])
+    said = CliRunner().invoke(app, ["info", str(folder)]).stdout
+    assert "not in the ledger: shard-00000.safetensors" in said
+    assert "store verify" in said
+
+
 def test_info_reads_no_shard(tmp_path: Path) -> None:
     folder = write_store(tmp_path / "store", some_features())
     for shard in folder.glob("shard-*"):

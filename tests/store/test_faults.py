@@ -193,7 +193,13 @@ for at_call in range(1, 1000):
 
 @pytest.mark.parametrize(
     ("error", "remedy"),
-    [("ENOSPC", "make room"), ("EDQUOT", "raise the quota"), ("ESTALE", "the network's mount"), ("EIO", "the disk")],
+    [
+        ("ENOSPC", "make room"),
+        ("EDQUOT", "raise the quota"),
+        ("ESTALE", "the network's mount"),
+        ("ETIMEDOUT", "the network's mount"),
+        ("EIO", "the disk"),
+    ],
 )
 def test_a_refusal_at_any_call_loses_nothing_committed_and_the_rest_can_follow(
     tmp_path: Path, error: str, remedy: str

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from draftsmith.store.codec import CODECS
+from draftsmith.store.folder import shards_in
 from draftsmith.store.shard_file import taught
 from draftsmith.store.shards import Store
 from draftsmith.store.threads import one_core_threads
@@ -29,6 +30,7 @@ def info(folder: Path) -> dict[str, Any]:
     tokens, size = sum(store.lengths), sum(entry.bytes for entry in store.entries)
     raw = 2 * tokens * (len(manifest.aux_layer_ids) + 1) * manifest.hidden_size
     layers = ", ".join(map(str, manifest.aux_layer_ids))
+    unlisted = ", ".join(sorted(set(shards_in(folder)) - {entry.shard for entry in store.entries}))
     splits, domains = Counter(store.splits), Counter(store.domains)
     return {
         "samples": len(store),
@@ -47,6 +49,7 @@ def info(folder: Path) -> dict[str, Any]:
             f"  by {manifest.engine} {manifest.engine_version}",
             "  " + ", ".join(f"{count:,} {name}" for name, count in sorted(splits.items())),
             "  " + ", ".join(f"{name} {count:,}" for name, count in domains.most_common(10)),
+            *([f"  not in the ledger: {unlisted}; `draftsmith store verify {folder}` says more"] if unlisted else []),
         ],
     }
 
