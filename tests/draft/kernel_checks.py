@@ -98,17 +98,41 @@ def test_the_rotation_kernels_are_the_rotation(heads, kv_heads, dim):
     angle, position = torch.rand(20, dim // 2) * 6, torch.randint(0, 17, (slots,))
     rotation = fast_layers.Rotation(angle.cos(), angle.sin(), position, 2)
     moved = fast_layers.Rotation(*on_device(angle.cos(), angle.sin(), position), 2)
-    projected, embedded, dembedded = (torch.randn(slots, width, dim) for _ in range(3))
+    projected, embedded = (torch.randn(slots, width, dim) for _ in range(2))
     dquery, dkv = projected[:, :heads].contiguous(), projected[:, heads:].contiguous()
     target = torch.empty_like(projected)
     inputs = on_device(projected, embedded, torch.empty_like(target))
     fast_layers.rotate_sum(projected, embedded, target, rotation, kv_heads)
     kernels.rotate_sum(*inputs, moved, kv_heads)
     assert_same([inputs[2]], [target])
-    of_query, of_kv, sums, found = on_device(dquery, dkv, dembedded.clone(), torch.empty_like(target))
-    kernels.rotate_back(of_query, of_kv, moved, kv_heads, sums, found)
-    fast_layers.rotate_back(dquery, dkv, rotation, kv_heads, dembedded, out=target)
-    assert_same([found, sums], [target, dembedded])
+    of_query, of_kv, found = on_device(dquery, dkv, torch.empty_like(target))
+    kernels.rotate_back(of_query, of_kv, moved, kv_heads, found)
+    fast_layers.rotate_back(dquery, dkv, rotation, kv_heads, out=target)
+    assert_same([found], [target])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_are_added_up_by_the_position_that_they_read(dtype):
+    parts = torch.randn(3, 5, 1100).to(dtype)
+    by_hand = torch.zeros(8, 1100)
+    for k in range(3):
+        for slot in range(5):
+            by_hand[1 + k + slot] += parts[k, slot]
+    expected = fast_layers.sum_shifted(parts)
+    torch.testing.assert_close(expected, by_hand.to(dtype))
+    assert_same([kernels.sum_shifted(parts.to(DEVICE))], [expected])
+
+
+def test_columns_are_scaled_and_their_products_summed():
+    wide, scale = torch.randn(700, 2 * 300).bfloat16(), torch.randn(300)
+    weight = wide[:, 300:]
+    expected = torch.randn(700, 300)
+    found = expected.to(DEVICE, copy=True)
+    by_hand = expected * scale, (expected * weight).sum(0)
+    there = kernels.scale_columns(found, scale.to(DEVICE), wide.to(DEVICE)[:, 300:])
+    here = fast_layers.scale_columns_(expected, scale, weight)
+    assert_same([found, there], [expected, here])
+    assert_same([expected, here], by_hand)
 
 
 def test_rows_are_gathered_and_put_back():

@@ -148,22 +148,43 @@ def rotate_sum(
 
 
 def rotate_back(
-    dquery: torch.Tensor,
-    dkv: torch.Tensor,
-    rotation: Rotation,
-    unrotated: int,
-    dembedded: torch.Tensor,
-    *,
-    out: torch.Tensor,
+    dquery: torch.Tensor, dkv: torch.Tensor, rotation: Rotation, unrotated: int, *, out: torch.Tensor
 ) -> None:
-    """Gradient of `projected` in `rotate_sum`, from [S, heads, d] and [S, 2·kv_heads, d]; added to `dembedded` too."""
+    """Gradient of `projected`, and of `embedded`, in `rotate_sum`, from [S, heads, d] and [S, 2·kv_heads, d]."""
     if dquery.is_cuda:
         from draftsmith.draft import kernels
 
-        return kernels.rotate_back(dquery, dkv, rotation, unrotated, dembedded, out)
+        return kernels.rotate_back(dquery, dkv, rotation, unrotated, out)
     cos, sin = (table[rotation.position + rotation.step, None] for table in (rotation.cos, rotation.sin))
     torch.cat([dquery, dkv], dim=1, out=out)
     turned = out[:, : out.shape[1] - unrotated]
     first, second = wide(turned).chunk(2, dim=-1)
     turned.copy_(torch.cat([first * cos + second * sin, second * cos - first * sin], -1))
-    dembedded += out
+
+
+def sum_shifted(parts: torch.Tensor) -> torch.Tensor:
+    """Row r is Σ_k parts[k, r − 1 − k], of the rows that there are: [K, S, W] → [S+K, W]"""
+    if parts.is_cuda:
+        from draftsmith.draft import kernels
+
+        return kernels.sum_shifted(parts)
+    steps, slots, width = parts.shape
+    total = parts.new_zeros(slots + steps, width, dtype=wide_dtype(parts))
+    for k, part in enumerate(parts):
+        total[1 + k : 1 + k + slots] += part
+    return total.to(parts.dtype)
+
+
+def scale_columns_(product: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply column c of `product` [M, N] by scale[c]; returns Σ over rows of product ⊙ weight as it was: [N]
+
+    Args:
+        weight: [M, N], which may be a part of a wider matrix.
+    """
+    if product.is_cuda:
+        from draftsmith.draft import kernels
+
+        return kernels.scale_columns(product, scale, weight)
+    sums = (product * weight).sum(0)
+    product.mul_(scale)
+    return sums

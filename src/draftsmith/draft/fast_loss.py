@@ -31,8 +31,10 @@ from draftsmith.records import Batch
 from draftsmith.target import TargetHead
 
 # Rows of logits in memory at a time: the student's, and the target's in a pass over its whole vocabulary. On CUDA,
-# multiples of the 320 rows that a matrix product on a Hopper GPU works on at a time, and few of them.
-STUDENT_ROWS = {"cuda": 3840, "cpu": 256}
+# multiples of the 320 rows that a matrix product on a Hopper GPU works on at a time. Each chunk of the student's adds
+# to lm_head's gradient, which costs as much as reading and writing it; a draft vocabulary of 32,000 gets 7,680 rows.
+STUDENT_ROWS = {"cuda": 7680, "cpu": 256}
+STUDENT_BYTES, HOPPER_ROWS = 480 << 20, 320
 TARGET_ROWS = {"cuda": 1280, "cpu": 256}
 
 
@@ -158,7 +160,7 @@ def fast_unrolled_loss(
         last=batch.last.to(head.lm_head.dtype),
         weights=step_weights,
         kind=kind,
-        rows=STUDENT_ROWS[batch.aux.device.type],
+        rows=student_rows(draft.lm_head.weight, batch.aux),
     )
     loss, sums, right = ChunkedLoss.apply(states, draft.lm_head.weight, inputs)
     correct = right & counted if targets.sayable is None else right & counted & targets.sayable
@@ -169,6 +171,15 @@ def fast_unrolled_loss(
         accepted = accepted & shift(correct[k], 1 + k)  # from positions to slots
         results.append(StepResult(sums[k], counts[k], correct[k].sum(), accepted.sum(), counted_sums[k]))
     return loss, results
+
+
+def student_rows(lm_head: torch.Tensor, states: torch.Tensor) -> int:
+    """Rows of the student's logits to have in memory at a time."""
+    rows = STUDENT_ROWS[states.device.type]
+    if not states.is_cuda:
+        return rows
+    fitting = STUDENT_BYTES // (len(lm_head) * states.itemsize)
+    return min(rows, max(1, fitting // HOPPER_ROWS) * HOPPER_ROWS)
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -198,10 +209,11 @@ class ChunkedLoss(torch.autograd.Function):
             losses, best = loss_rows(logits, teacher, entropy, mass, row_weights[:, at], inputs.kind)
             sums += (losses * targets.trained[:, at]).sum(1)
             right[:, at] = best == teacher_best
+            gradient = logits.flatten(0, 1)  # loss_rows left it there
             if learn:
-                gradient = logits.flatten(0, 1)  # loss_rows left it there
                 dweight = add_product(dweight, gradient, hidden)
                 scatter_rows(gradient @ weight, states, at)
+            del teacher, hidden, logits, gradient  # else they would be there beside the next chunk's
         if learn:
             states.index_fill_(1, targets.slots.others, 0)
             ctx.dweight = torch.zeros_like(lm_head) if dweight is None else dweight.to(lm_head.dtype)

@@ -2,7 +2,7 @@
 
 What an automatic backward pass would not do:
 - The embedding half of query, key and value is the same at every step but for a shift by one token. It is projected
-  once, and its gradients are added up before they are multiplied once.
+  once, and its gradients are added up at the end and multiplied once.
 - Gradients take the memory of what they are gradients of, step by step, so that at the end the weight gradient of all
   steps is one matrix product, over K·S rows. Where that cannot be, it adds up in float32 inside the matrix product.
 - What is cheap to compute again is not kept: norms, the MLP's activation, the states fed back after a norm.
@@ -27,6 +27,8 @@ from draftsmith.draft.fast_layers import (
     rms_norm_backward,
     rotate_back,
     rotate_sum,
+    scale_columns_,
+    sum_shifted,
     swiglu,
     swiglu_backward_,
     wide_dtype,
@@ -121,19 +123,27 @@ class _Run:
     """
 
     def __init__(self, inputs: UnrollInputs, weights: Weights) -> None:
-        config, dtype = inputs.draft.config, inputs.aux.dtype
+        config = inputs.draft.config
         self.inputs, self.config, self.weights = inputs, config, weights
         self.eps, self.head_dim, self.kv_heads = config.rms_norm_eps, config.head_dim, config.num_key_value_heads
         self.steps, self.slots = inputs.steps, len(inputs.input_ids)
-        w_qkv = _stacked([weights.query, weights.key, weights.value], dtype)  # [heads·d + 2·kv_heads·d, 2H]
-        self.w_embed, self.w_hidden = w_qkv.chunk(2, dim=1)
-        self.w_gate_up = _stacked([weights.gate, weights.up], dtype)
-        self.w_attended, self.w_down = weights.attended.to(dtype), weights.down.to(dtype)
         positions = torch.arange(inputs.documents.longest + inputs.steps, device=inputs.aux.device)
         tables = inputs.draft.rotation(positions, wide_dtype(inputs.aux))
         self.cos, self.sin = (table[:, : self.head_dim // 2].contiguous() for table in tables)
 
+    def _cast_weights(self) -> None:
+        """Have the layer's matrices in the dtype to compute in: while they are in use, since the loss comes between."""
+        weights, dtype = self.weights, self.inputs.aux.dtype
+        w_qkv = _stacked([weights.query, weights.key, weights.value], dtype)  # [heads·d + 2·kv_heads·d, 2H]
+        self.w_embed, self.w_hidden = w_qkv.chunk(2, dim=1)
+        self.w_gate_up = _stacked([weights.gate, weights.up], dtype)
+        self.w_attended, self.w_down = weights.attended.to(dtype), weights.down.to(dtype)
+
+    def _drop_weights(self) -> None:
+        del self.w_embed, self.w_hidden, self.w_gate_up, self.w_attended, self.w_down
+
     def forward(self, keep: bool) -> torch.Tensor:
+        self._cast_weights()
         weights, eps, steps, slots = self.weights, self.eps, self.steps, self.slots
         dtype, size = self.inputs.aux.dtype, self.config.hidden_size
         embedded = rms_norm(self._embeds(), weights.embed_norm, eps) @ self.w_embed.t()  # [S+K, …]
@@ -164,24 +174,26 @@ class _Run:
             beyond.zero_()
             add_rms_norm(self.state[at], update, weights.norm, eps, total=self.out[at], out=after)
             hidden = after if self.config.norm_output else self.out[at]
+        self._drop_weights()
         return states
 
     def backward(self, dstates: torch.Tensor) -> Weights:
-        size, width = self.config.hidden_size, len(self.w_hidden)
-        grads = _Gradients()
+        self._cast_weights()
+        size, grads = self.config.hidden_size, _Gradients()
         self.dkv = self.qkv.new_zeros(self.steps, self.slots, 2, self.kv_heads, self.head_dim)
-        self.dembedded = self.qkv.new_zeros(self.slots + self.steps, width)
         dfed: torch.Tensor | None = None  # gradient of what the next step read
         for k in reversed(range(self.steps)):
             self._mlp_backward(grads, k, dstates[k, 1 + k : 1 + k + self.slots], dfed)
             dfed = self._attention_backward(grads, k)
-        del self.dkv, self.qkv
+        del self.dkv
+        dembedded = sum_shifted(self.qkv)
+        del self.qkv
         grads.add_product("attended", self.out.view(-1, size), self.attended.flatten(0, 1))
         del self.out, self.attended
         grads.add_product("gate_up", self.gate_up.flatten(0, 1), self.state.view(-1, size))
         del self.gate_up, self.state
         assert dfed is not None
-        return self._assemble(grads, dfed)
+        return self._assemble(grads, dfed, dembedded)
 
     def _mlp_backward(self, grads: _Gradients, k: int, dnormed: torch.Tensor, dfed: torch.Tensor | None) -> None:
         """From the gradient of what `lm_head` reads and of what is fed back, to that of the state before the MLP."""
@@ -208,9 +220,9 @@ class _Run:
             dattended, query, keys, values, heads(self.attended[k]), self.lse[k], self.inputs.documents,
             dkeys=dkeys, dvalues=dvalues,
         )  # fmt: skip
-        dqkv, shifted = self.qkv[k], self.dembedded[1 + k : 1 + k + self.slots]
-        dkv = self.dkv[k].flatten(1, 2)
-        rotate_back(dquery, dkv, self._rotation(k), self.kv_heads, heads(shifted), out=heads(dqkv))
+        dqkv, dkv = self.qkv[k], self.dkv[k].flatten(1, 2)
+        rotate_back(dquery, dkv, self._rotation(k), self.kv_heads, out=heads(dqkv))
+        del dattended, dquery
         hidden = self._hidden(k)
         grads.add_product("w_hidden", dqkv, rms_norm(hidden, self.weights.hidden_norm, self.eps))
         dhidden = dqkv @ self.w_hidden
@@ -221,11 +233,11 @@ class _Run:
         grads.add("hidden_norm", dnorm)
         return dhidden
 
-    def _assemble(self, grads: _Gradients, dfirst: torch.Tensor) -> Weights:
+    def _assemble(self, grads: _Gradients, dfirst: torch.Tensor, dembedded: torch.Tensor) -> Weights:
         """The gradients in the shapes of the weights, those of the frozen inputs' projections among them."""
         weights, total = self.weights, grads.total
         embeds = rms_norm(self._embeds(), None, self.eps)
-        dw_embed, dembed_norm = _behind_norm(self.dembedded, embeds, self.w_embed, weights.embed_norm)
+        dw_embed, dembed_norm = _behind_norm(dembedded, embeds, self.w_embed, weights.embed_norm)
         dqkv = torch.cat([dw_embed, total["w_hidden"]], dim=1)
         dquery, dkey, dvalue = dqkv.split([len(weights.query), len(weights.key), len(weights.value)])
         dgate, dup = total["gate_up"].chunk(2)
@@ -306,5 +318,5 @@ def _behind_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of W and w in out = W (x̂ ⊙ w), where x̂ = `unit` is frozen."""
     product = add_product(None, doutput, unit)
-    dnorm = (product * weight).sum(0)
-    return product.mul_(norm), dnorm
+    dnorm = scale_columns_(product, norm, weight)
+    return product, dnorm

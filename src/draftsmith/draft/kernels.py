@@ -13,7 +13,11 @@ from draftsmith.draft.fast_attention import BLOCK_SLOTS
 from draftsmith.draft.loss import HYBRID_DECAY, LEAST_OVERLAP
 
 _LEAST_OVERLAP, _HYBRID_DECAY = tl.constexpr(LEAST_OVERLAP), tl.constexpr(HYBRID_DECAY)
-VOCAB_BLOCK = 4096
+# How the kernels that take the most time are launched: the fastest that were tried on an H200 (decision 0006).
+ATTEND = {"COLUMNS": 64, "num_warps": 4, "num_stages": 3}
+QUERY_BACKWARD = {"COLUMNS": 64, "num_warps": 4, "num_stages": 2}
+KEY_BACKWARD = {"COLUMNS": 32, "num_warps": 4, "num_stages": 2}
+LOSS = {"BLOCK": 2048, "num_warps": 8}
 BACKWARD_PROGRAMS = 264  # twice the multiprocessors of a Hopper GPU: each sums the weight gradient of its rows
 
 
@@ -137,6 +141,57 @@ def _swiglu_backward(gate_up, dactive, size, BLOCK: tl.constexpr):
     tl.store(gate + size, d * g * share, on)
 
 
+# --- what is added up over steps or rows ----------------------------------------------------------------------------
+
+
+SUM_BLOCK, STRIPS, STRIP_ROWS, STRIP_COLUMNS = 1024, 32, 16, 128
+
+
+def sum_shifted(parts):
+    """`fast_layers.sum_shifted`."""
+    steps, slots, width = parts.shape
+    total = torch.empty(slots + steps, width, dtype=parts.dtype, device=parts.device)
+    _sum_shifted[(slots + steps, triton.cdiv(width, SUM_BLOCK))](parts, total, steps, slots, width, BLOCK=SUM_BLOCK)
+    return total
+
+
+def scale_columns(product, scale, weight):
+    """`fast_layers.scale_columns_`."""
+    rows, columns = product.shape
+    sums = torch.empty(STRIPS, columns, dtype=torch.float32, device=product.device)
+    _scale_columns[(STRIPS, triton.cdiv(columns, STRIP_COLUMNS))](
+        product, scale, weight, sums, rows, columns, weight.stride(0), ROWS=STRIP_ROWS, COLUMNS=STRIP_COLUMNS
+    )
+    return sums.sum(0)
+
+
+@triton.jit(do_not_specialize=["steps", "slots"])
+def _sum_shifted(parts, total, steps, slots, width, BLOCK: tl.constexpr):
+    row, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for k in range(steps):
+        slot = row - 1 - k
+        on = lane < tl.where((slot >= 0) & (slot < slots), width, 0)
+        sums += tl.load(parts + slot * width + lane, on, 0.0).to(tl.float32)
+        parts += slots.to(tl.int64) * width
+    tl.store(total + row * width + lane, sums, lane < width)
+
+
+@triton.jit
+def _scale_columns(product, scale, weight, sums, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    factor = tl.load(scale + column, column < columns, 0.0).to(tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS).to(tl.int64)
+        on = (row < rows)[:, None] & (column < columns)[None, :]
+        at = row[:, None] * columns + column[None, :]
+        value = tl.load(product + at, on, 0.0)
+        total += tl.sum(value * tl.load(weight + row[:, None] * stride + column[None, :], on, 0.0).to(tl.float32), 0)
+        tl.store(product + at, value * factor[None, :], on)
+    tl.store(sums + tl.program_id(0) * columns + column, total, column < columns)
+
+
 # --- rotation ------------------------------------------------------------------------------------------------------
 
 HEAD_BLOCK = 16
@@ -151,12 +206,12 @@ def rotate_sum(projected, embedded, target, rotation, unrotated):
     )  # fmt: skip
 
 
-def rotate_back(dquery, dkv, rotation, unrotated, dembedded, gradient):
+def rotate_back(dquery, dkv, rotation, unrotated, gradient):
     """`fast_layers.rotate_back`."""
     slots, query_heads, dim = dquery.shape
     heads = query_heads + dkv.shape[1]
     _rotate_back[(slots, triton.cdiv(heads, HEAD_BLOCK))](
-        dquery, dkv, gradient, dembedded, rotation.cos, rotation.sin, rotation.position, rotation.step, query_heads,
+        dquery, dkv, gradient, rotation.cos, rotation.sin, rotation.position, rotation.step, query_heads,
         heads, heads - unrotated, HALF=dim // 2, HALF_P=triton.next_power_of_2(dim // 2), BLOCK=HEAD_BLOCK, num_warps=2,
     )  # fmt: skip
 
@@ -188,7 +243,7 @@ def _rotate_sum(
 
 @triton.jit(do_not_specialize=["step"])
 def _rotate_back(
-    dquery, dkv, gradient, dembedded, cos, sin, position, step, query_heads, heads, rotated,
+    dquery, dkv, gradient, cos, sin, position, step, query_heads, heads, rotated,
     HALF: tl.constexpr, HALF_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
@@ -203,12 +258,9 @@ def _rotate_back(
     first += tl.load(dkv + at_kv, of_kv, 0.0).to(tl.float32)
     second = tl.load(dquery + at_query + HALF, of_query, 0.0).to(tl.float32)
     second += tl.load(dkv + at_kv + HALF, of_kv, 0.0).to(tl.float32)
-    dfirst, dsecond = first * c + second * s, second * c - first * s
     at = (slot * heads + head[:, None]) * (2 * HALF) + half[None, :]
-    tl.store(gradient + at, dfirst, on)
-    tl.store(gradient + at + HALF, dsecond, on)
-    tl.store(dembedded + at, tl.load(dembedded + at, on, 0.0).to(tl.float32) + dfirst, on)
-    tl.store(dembedded + at + HALF, tl.load(dembedded + at + HALF, on, 0.0).to(tl.float32) + dsecond, on)
+    tl.store(gradient + at, first * c + second * s, on)
+    tl.store(gradient + at + HALF, second * c - first * s, on)
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -223,7 +275,7 @@ def attend(query, keys, values, blocks, out, lse):
     _attend[(len(blocks), heads)](
         query, keys, values, blocks, out, lse, slots, len(keys), dim**-0.5, query.stride(0), keys.stride(0),
         keys.stride(1), heads, heads // kv_heads, D=dim, D_P=triton.next_power_of_2(dim), BLOCK=BLOCK_SLOTS,
-        COLUMNS=64, num_warps=4, num_stages=3,
+        **ATTEND,
     )  # fmt: skip
 
 
@@ -239,12 +291,12 @@ def attend_backward(dout, query, keys, values, out, lse, blocks, dkeys, dvalues)
         GROUP=group, GROUP_P=triton.next_power_of_2(group), D=dim, D_P=wide_dim, num_warps=1,
     )  # fmt: skip
     shape = slots, dim**-0.5, query.stride(0), keys.stride(1), heads, group
-    tiles = {"D": dim, "D_P": wide_dim, "BLOCK": BLOCK_SLOTS, "COLUMNS": 32, "num_warps": 4, "num_stages": 3}
+    tiles = {"D": dim, "D_P": wide_dim, "BLOCK": BLOCK_SLOTS}
     _query_backward[(len(blocks), heads)](
-        dout, query, keys, values, blocks, lse, mean, dquery, *shape, **tiles
+        dout, query, keys, values, blocks, lse, mean, dquery, *shape, **tiles, **QUERY_BACKWARD
     )  # fmt: skip
     _key_backward[(len(blocks), kv_heads)](
-        dout, query, keys, values, blocks, lse, mean, dkeys, dvalues, dkeys.stride(1), *shape, **tiles
+        dout, query, keys, values, blocks, lse, mean, dkeys, dvalues, dkeys.stride(1), *shape, **tiles, **KEY_BACKWARD
     )  # fmt: skip
     return dquery
 
@@ -453,7 +505,7 @@ def teacher_rows(logits):
     rows, vocab = logits.shape
     entropy = torch.empty(rows, dtype=torch.float32, device=logits.device)
     best = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _teacher_rows[(rows,)](logits, entropy, best, vocab, BLOCK=VOCAB_BLOCK, num_warps=8)
+    _teacher_rows[(rows,)](logits, entropy, best, vocab, **LOSS)
     return entropy, best
 
 
@@ -465,7 +517,7 @@ def loss_rows(student, probs, entropy, mass, weight, kind):
     terms = {"soft_cross_entropy": 0, "forward_kl": 1, "lk": 2, "lk_hybrid": 3}[kind]
     _loss_rows[(steps * rows,)](
         student, probs, entropy, mass, weight.contiguous(), loss, best, steps, rows, vocab, TERMS=terms,
-        BLOCK=VOCAB_BLOCK, num_warps=8,
+        **LOSS,
     )  # fmt: skip
     return loss, best
 
