@@ -132,6 +132,11 @@ def test_a_row_of_logits_becomes_the_gradient_that_autograd_finds(kind):
     assert torch.equal(teacher_best, teacher.argmax(-1))
 
 
+def test_a_chunk_of_logits_is_no_larger_for_a_large_vocabulary():
+    sizes = {vocab: fast_loss.student_rows("cuda", vocab, 2) for vocab in (16_384, 32_000, 128_256, 10**9)}
+    assert sizes == {16_384: 7680, 32_000: 7680, 128_256: 1920, 10**9: 320}
+
+
 def test_the_size_of_a_chunk_changes_nothing():
     draft, head, batch = make_draft(), make_head(), make_batch([7, 5, 9])
     targets, weights = find(draft, head, batch, "lk_hybrid", mask=True)

@@ -31,8 +31,8 @@ from draftsmith.records import Batch
 from draftsmith.target import TargetHead
 
 # Rows of logits in memory at a time: the student's, and the target's in a pass over its whole vocabulary. On CUDA,
-# multiples of the 320 rows that a matrix product on a Hopper GPU works on at a time. Each chunk of the student's adds
-# to lm_head's gradient, which costs as much as reading and writing it; a draft vocabulary of 32,000 gets 7,680 rows.
+# about multiples of the 320 rows that a matrix product on a Hopper GPU works on at a time, and few of them: each chunk
+# of the student's reads and writes lm_head's whole gradient.
 STUDENT_ROWS = {"cuda": 7680, "cpu": 256}
 STUDENT_BYTES, HOPPER_ROWS = 480 << 20, 320
 TARGET_ROWS = {"cuda": 1280, "cpu": 256}
@@ -160,7 +160,7 @@ def fast_unrolled_loss(
         last=batch.last.to(head.lm_head.dtype),
         weights=step_weights,
         kind=kind,
-        rows=student_rows(draft.lm_head.weight, batch.aux),
+        rows=student_rows(batch.aux.device.type, len(draft.lm_head.weight), batch.aux.itemsize),
     )
     loss, sums, right = ChunkedLoss.apply(states, draft.lm_head.weight, inputs)
     correct = right & counted if targets.sayable is None else right & counted & targets.sayable
@@ -173,13 +173,12 @@ def fast_unrolled_loss(
     return loss, results
 
 
-def student_rows(lm_head: torch.Tensor, states: torch.Tensor) -> int:
-    """Rows of the student's logits to have in memory at a time."""
-    rows = STUDENT_ROWS[states.device.type]
-    if not states.is_cuda:
-        return rows
-    fitting = STUDENT_BYTES // (len(lm_head) * states.itemsize)
-    return min(rows, max(1, fitting // HOPPER_ROWS) * HOPPER_ROWS)
+def student_rows(device: str, draft_vocab: int, itemsize: int) -> int:
+    """Rows of the student's logits to have in memory at a time, on a type of device."""
+    if device != "cuda":
+        return STUDENT_ROWS[device]
+    fitting = STUDENT_BYTES // (draft_vocab * itemsize) // HOPPER_ROWS * HOPPER_ROWS
+    return min(STUDENT_ROWS[device], max(HOPPER_ROWS, fitting))
 
 
 class ChunkedLoss(torch.autograd.Function):
