@@ -149,19 +149,26 @@ def silent_batch(aux_layers: int, hidden_size: int) -> Batch:
 
 
 def padded(batch: Batch, tokens: int) -> Batch:
-    """The batch with one more document, of which nothing counts, so that it has so many tokens."""
+    """The batch with one more document, of which nothing counts, so that it has so many tokens; its states, which are
+    many bytes, as they are: `pad_states`, once they are where they are computed with."""
     more = tokens - len(batch.input_ids)
     if not more:
         return batch
-    return Batch(
-        sample_ids=batch.sample_ids,
+    return dataclasses.replace(
+        batch,
         input_ids=pad(batch.input_ids, (0, more)),
         loss_mask=pad(batch.loss_mask, (0, more)),
         document=pad(batch.document, (0, more), value=int(batch.document[-1]) + 1),
         position=torch.cat([batch.position, torch.arange(more, device=batch.position.device)]),
-        aux=pad(batch.aux, (0, 0, 0, 0, 0, more)),
-        last=pad(batch.last, (0, 0, 0, more)),
     )
+
+
+def pad_states(batch: Batch) -> Batch:
+    """The batch with states of zero for those tokens that `padded` added."""
+    more = len(batch.input_ids) - len(batch.aux)
+    if not more:
+        return batch
+    return dataclasses.replace(batch, aux=pad(batch.aux, (0, 0, 0, 0, 0, more)), last=pad(batch.last, (0, 0, 0, more)))
 
 
 def with_noise(batch: Batch, spans: Spans, share: float, seed: str) -> Batch:

@@ -28,7 +28,7 @@ from draftsmith.draft.model import Draft
 from draftsmith.errors import CheckFailed
 from draftsmith.records import Batch
 from draftsmith.target import TargetHead
-from draftsmith.train.batches import padded, with_noise
+from draftsmith.train.batches import pad_states, padded, with_noise
 from draftsmith.train.graph import StepGraph
 from draftsmith.train.optim import clipped_step, make_optimizer, set_rate
 from draftsmith.train.ranks import Ranks
@@ -139,10 +139,11 @@ class Learner:
         if graphed:
             documents, slots = documents.of_one_shape(tokens // GRAPH_TOKENS_PER_BLOCK), slots.of_one_shape()
         if self.copies is None:
-            here = self._noised(batch.to(self.device, self.dtype), documents, noise_seed)
+            here = self._noised(pad_states(batch.to(self.device, self.dtype)), documents, noise_seed)
             return PreparedBatch(here, slots, documents, None, graphed)
         with torch.cuda.stream(self.copies):
-            here = self._noised(batch.moved(self._copy).to(self.device, self.dtype), documents, noise_seed)
+            here = pad_states(batch.moved(self._copy).to(self.device, self.dtype))
+            here = self._noised(here, documents, noise_seed)
             slots, documents = slots.moved(self._copy), documents.moved(self._copy)
             return PreparedBatch(here, slots, documents, self.copies.record_event(), graphed)
 
