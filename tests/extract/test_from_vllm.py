@@ -360,6 +360,18 @@ def assert_unbroken(paths: RunPaths, samples: list[Sample], native: dict[str, to
     assert not spool_folder(paths.stage("extract")).exists()
 
 
+def test_a_model_that_does_not_hand_out_the_last_state_is_helped(
+    llama: Path, native: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    plan = plan_for(llama, tmp_path, engine_args={"worker_cls": f"{FAULTS}.OldWorker"})
+    samples = mixed_samples(200)[:40]
+    columns = [EVERY_LAYER.index(id) for id in plan.layer_ids]
+    assert plan.layer_ids[-1] == 8
+    with Engines(plan) as engines:
+        for id, states in states_of(run_on(engines, samples)).items():
+            assert torch.allclose(states, native[id][:, columns], rtol=1e-4, atol=1e-4), id
+
+
 @pytest.mark.parametrize(("codec", "capture"), [("int8", "native"), ("fp8", "hooked")])
 def test_states_that_the_workers_encode_are_those_of_the_engine(
     llama: Path, native: dict[str, torch.Tensor], tmp_path: Path, codec: str, capture: str

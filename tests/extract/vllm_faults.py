@@ -40,6 +40,22 @@ class RaisingWorker(CaptureWorker):
         text.layers[LAYER].mlp.register_forward_pre_hook(fail)
 
 
+class OldWorker(CaptureWorker):
+    """Its Llama does not hand out the state after the last layer, as DeepSeek-V2 does not in vLLM 0.24."""
+
+    def init_device(self) -> None:
+        from vllm.model_executor.models.llama import LlamaModel
+
+        forward = LlamaModel.forward
+
+        def without_last(*args: Any, **kwargs: Any) -> Any:
+            hidden, states = forward(*args, **kwargs)
+            return hidden, states[:-1]
+
+        LlamaModel.forward = without_last
+        super().init_device()
+
+
 class WrongWorker(RaisingWorker):
     """Captures wrongly, or not at all, what begins with a fault's token; tells of preemptions and cached prefixes."""
 

@@ -10,7 +10,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from select import select
@@ -26,11 +25,11 @@ from draftsmith.extract.work import Captured, Work
 from draftsmith.records import EncodedFeatures, Features, Sample
 from draftsmith.rundir import hash_json
 from draftsmith.store.codec import Parts
+from draftsmith.store.threads import one_core_threads
 
 LIVES_WITHOUT_A_SAMPLE = 3  # an engine that dies as often before it captured anything is given up
 START_STALL_SECONDS = 900.0  # at the least, without a line in its log: compiling kernels takes minutes
 SPOOL_BYTES = 8 << 30  # at most, and a sixteenth of the machine's memory
-READER_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ class Engines:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.engines = [Engine(plan, number) for number in range(len(plan.devices))]
-        self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="take")
+        self._readers = one_core_threads("take")  # the engine's own threads need the other cores
         self._begun = False  # once all have been ready; from there on, one that starts again is not waited for
 
     def __enter__(self) -> Self:

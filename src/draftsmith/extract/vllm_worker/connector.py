@@ -77,8 +77,10 @@ class StatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for request_id in scheduler_output.finished_req_ids:
             self._followed.pop(request_id, None)
         for request in scheduler_output.scheduled_new_reqs:
+            if (number := sample_number(request)) is None:
+                continue
             self._followed[request.req_id] = Followed(
-                sample_number(request), list(request.prompt_token_ids), list(request.block_ids[self._group])
+                number, list(request.prompt_token_ids), list(request.block_ids[self._group])
             )
             self._advance(request.req_id, request.num_computed_tokens + scheduled[request.req_id], ended)
         cached = scheduler_output.scheduled_cached_reqs

@@ -74,8 +74,6 @@ def start(job: Job) -> tuple[Any, str]:
 
     capture = choose_capture(job)
     gc.freeze()  # vLLM collects garbage nine times while it starts, each time through all that was imported
-    if capture == "hooked":
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the hooks know the inside of the first one
     options = Options(
         Path(job.spool), Path(job.failures), tuple(job.layer_ids), hooked=capture == "hooked", codec=job.codec
     )

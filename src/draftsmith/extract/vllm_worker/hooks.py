@@ -3,7 +3,9 @@
 A hook binds a layer's arguments by the signature of that layer's own forward, so that no order is assumed; what the
 parameters mean is told by their names, and a layer with a name that is not known here is refused before anything runs.
 
-Relied on (vLLM 0.24 and 0.32, V1 model runner): `GPUModelRunner.input_batch.req_ids`, `.query_start_loc`, `.input_ids`.
+Relied on (vLLM 0.24 and 0.32): of the first model runner `input_batch.req_ids`, `query_start_loc`, `input_ids`; of the
+second `execute_model_state.input_batch`, which it keeps until the step's tokens are sampled; of a text model
+`aux_hidden_state_layers`, and that its own `forward` is what is called.
 """
 
 from __future__ import annotations
@@ -39,6 +41,13 @@ class Convention:
         given = self.signature.bind(*args, **kwargs).arguments
         hidden, residual = given["hidden_states"], given.get("residual")
         return hidden.clone() if residual is None else hidden + residual
+
+    def after(self, output: Any) -> torch.Tensor:
+        """[tokens, Ht]: the residual stream that a layer leaves, in memory of its own."""
+        if self.has_residual:
+            hidden, residual = output
+            return hidden + residual
+        return (output[0] if isinstance(output, tuple) else output).clone()
 
 
 def read_convention(layer: nn.Module) -> Convention:
@@ -80,6 +89,47 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     return max(found, key=len)
 
 
+def complete_states(model: nn.Module, layer_ids: tuple[int, ...]) -> None:
+    """Have a model hand out the state after its last layer too, which DeepSeek-V2's family does not in vLLM 0.24.
+
+    Only where it hands out one state fewer than it was asked for; from its first forward on, a model that hands out all
+    is left alone, as is one that is compiled, is divided into stages, or has layers of a convention that is not known.
+    The forward is replaced and not hooked: vLLM calls it past PyTorch's hooks.
+    """
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    text = next((part for part in model.modules() if layer_ids[-1] in _handed_out(part)), None)
+    if text is None or not getattr(text, "do_not_compile", True):
+        return
+    try:
+        layers = find_decoder_layers(model)
+        if any(isinstance(layer, PPMissingLayer) for layer in layers):
+            return
+        convention = read_convention(layers[-1])
+    except TypeError:
+        return
+    forward, after = text.forward, list[torch.Tensor]()
+    hook = layers[-1].register_forward_hook(lambda layer, args, output: after.append(convention.after(output)))
+
+    def completed(*args: Any, **kwargs: Any) -> Any:
+        after.clear()
+        output = forward(*args, **kwargs)
+        hidden, states = output if isinstance(output, tuple) else (output, ())
+        if len(states) == len(layer_ids) - 1:
+            return hidden, [*states, *after]
+        if len(states) == len(layer_ids):
+            hook.remove()
+            text.forward = forward
+        return output
+
+    text.forward = completed
+
+
+def _handed_out(part: nn.Module) -> tuple[int, ...]:
+    ids = getattr(part, "aux_hidden_state_layers", ())
+    return tuple(ids) if isinstance(ids, tuple | list) else ()
+
+
 class LayerHooks:
     """Keeps the states of one forward at those of the layers asked for that are on this rank.
 
@@ -108,11 +158,7 @@ class LayerHooks:
         self._keep(id, convention.stream(args, kwargs))
 
     def _after(self, id: int, convention: Convention, layer: nn.Module, args: Any, output: Any) -> None:
-        if convention.has_residual:
-            hidden, residual = output
-            self._keep(id, hidden + residual)
-        else:
-            self._keep(id, (output[0] if isinstance(output, tuple) else output).clone())
+        self._keep(id, convention.after(output))
 
     def _keep(self, id: int, state: torch.Tensor) -> None:
         state = state.squeeze(0) if state.ndim == 3 else state  # transformers' own layers have a batch axis of 1
@@ -132,6 +178,33 @@ class LayerHooks:
         stacked = torch.stack([self.states[id][:tokens] for id in self.layer_ids], dim=1)
         self.states.clear()
         return stacked
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The batch that a model runner has just run."""
+
+    spans: dict[str, tuple[int, int]]  # request → its first token in the batch and the one after its last
+    input_ids: torch.Tensor  # [tokens or more], in memory that the engine writes again
+
+    @classmethod
+    def by(cls, runner: Any, scheduled: dict[str, int]) -> Ran:
+        """By vLLM's first model runner or its second.
+
+        Raises:
+            RuntimeError: the runner and the scheduler do not agree.
+        """
+        second = getattr(getattr(runner, "execute_model_state", None), "input_batch", None)
+        if second is not None:
+            ids, starts, input_ids = second.req_ids, second.query_start_loc_np, second.input_ids
+        else:
+            ids, starts, input_ids = runner.input_batch.req_ids, runner.query_start_loc.np, runner.input_ids.gpu
+        offsets = starts[: len(ids) + 1].tolist()
+        spans = {id: (start, stop) for id, start, stop in zip(ids, offsets, offsets[1:], strict=False)}
+        lengths = {id: stop - start for id, (start, stop) in spans.items()}
+        if lengths != scheduled:
+            raise RuntimeError(f"the batch holds {lengths} tokens by request, and {scheduled} were scheduled")
+        return cls(spans, input_ids)
 
 
 @dataclass
@@ -159,29 +232,26 @@ class Joiner:
         for id in scheduler_output.finished_req_ids:
             self._prompts.pop(id, None)
         for request in scheduler_output.scheduled_new_reqs:
-            self._prompts[request.req_id] = Prompt(sample_number(request), len(request.prompt_token_ids))
+            if (number := sample_number(request)) is not None:
+                self._prompts[request.req_id] = Prompt(number, len(request.prompt_token_ids))
         cached = scheduler_output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         return computed | {
             request.req_id: request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs
         }
 
-    def add(
-        self, computed: dict[str, int], spans: dict[str, tuple[int, int]], input_ids: torch.Tensor, states: torch.Tensor
-    ) -> list[Captured]:
+    def add(self, computed: dict[str, int], ran: Ran, states: torch.Tensor) -> list[Captured]:
         """Take the tokens of a step, and return the prompts that end with it.
 
         Args:
             computed: what `follow` returned for this step.
-            spans: request → its first token in the batch and the one after its last.
-            input_ids: [tokens], as the model was given them.
             states: [tokens, L, Ht].
 
         Raises:
             RuntimeError: a request goes on elsewhere than where it was left.
         """
         ended = []
-        for id, (start, stop) in spans.items():
+        for id, (start, stop) in ran.spans.items():
             prompt = self._prompts.get(id)
             if prompt is None:
                 continue
@@ -192,7 +262,7 @@ class Joiner:
                     f"sample number {prompt.number} goes on at token {computed[id]}, and {prompt.computed_tokens} were "
                     "captured: the engine took some from its prefix cache, or a chunk was lost"
                 )
-            prompt.input_ids.append(input_ids[start:stop].clone())  # a buffer that the engine writes again
+            prompt.input_ids.append(ran.input_ids[start:stop].clone())
             prompt.states.append(states[start:stop])
             prompt.computed_tokens += stop - start
             if prompt.computed_tokens >= prompt.tokens:
@@ -204,18 +274,3 @@ class Joiner:
 
 def _joined(chunks: list[torch.Tensor]) -> torch.Tensor:
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-
-
-def batch_spans(runner: Any, scheduled: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """Where each request's tokens are in the batch that the model runner has just run.
-
-    Raises:
-        RuntimeError: the runner and the scheduler do not agree.
-    """
-    ids = runner.input_batch.req_ids
-    offsets = runner.query_start_loc.np[: len(ids) + 1].tolist()
-    spans = {id: (start, stop) for id, start, stop in zip(ids, offsets, offsets[1:], strict=False)}
-    lengths = {id: stop - start for id, (start, stop) in spans.items()}
-    if lengths != scheduled:
-        raise RuntimeError(f"the batch holds {lengths} tokens by request, and {scheduled} were scheduled")
-    return spans

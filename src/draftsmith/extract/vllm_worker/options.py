@@ -37,6 +37,6 @@ def sampling_extra_args(number: int) -> dict[str, Any]:
     return {KEY: number}
 
 
-def sample_number(new_request: Any) -> int:
-    """The number that a request of `SchedulerOutput.scheduled_new_reqs` carries."""
-    return new_request.sampling_params.extra_args[KEY]
+def sample_number(new_request: Any) -> int | None:
+    """What a request of `SchedulerOutput.scheduled_new_reqs` carries; None of those that an engine warms up with."""
+    return (new_request.sampling_params.extra_args or {}).get(KEY)

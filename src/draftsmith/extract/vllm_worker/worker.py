@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 
 from draftsmith.extract.vllm_worker.failures import describe, running_module, write_failure
-from draftsmith.extract.vllm_worker.hooks import Joiner, LayerHooks, batch_spans
+from draftsmith.extract.vllm_worker.hooks import Joiner, LayerHooks, Ran, complete_states
 from draftsmith.extract.vllm_worker.options import read_options, sample_number
 from draftsmith.extract.vllm_worker.spool import Ended, SpoolWriter
 
@@ -43,7 +43,9 @@ class CaptureWorker(PlatformWorker):  # type: ignore[misc]
     def load_model(self, **kwargs: Any) -> None:
         with self._reporting("load_model"):
             super().load_model(**kwargs)
-            if self._options.hooked and get_tensor_model_parallel_rank() == 0:
+            if not self._options.hooked:
+                complete_states(self.model_runner.get_model(), self._options.layer_ids)
+            elif get_tensor_model_parallel_rank() == 0:
                 self._hooks = HookedCapture(self.model_runner, self.model_config.get_hidden_size(), self._options)
 
     def determine_available_memory(self) -> int:
@@ -91,8 +93,9 @@ class CaptureWorker(PlatformWorker):  # type: ignore[misc]
         for id in scheduler_output.finished_req_ids:
             self._numbers.pop(id, None)
         for request in scheduler_output.scheduled_new_reqs:
-            self._numbers[request.req_id] = sample_number(request)
-        self._batch = [self._numbers[id] for id in scheduler_output.num_scheduled_tokens]
+            if (number := sample_number(request)) is not None:
+                self._numbers[request.req_id] = number
+        self._batch = [self._numbers[id] for id in scheduler_output.num_scheduled_tokens if id in self._numbers]
 
     @contextmanager
     def _reporting(self, during: str) -> Iterator[None]:
@@ -122,8 +125,8 @@ class HookedCapture:
         tokens = scheduler_output.total_num_scheduled_tokens
         if self.writer is None or tokens == 0:
             return
-        spans = batch_spans(self._runner, scheduler_output.num_scheduled_tokens)
-        captured = self._joiner.add(computed, spans, self._runner.input_ids.gpu, self._hooks.take(tokens))
+        ran = Ran.by(self._runner, scheduler_output.num_scheduled_tokens)
+        captured = self._joiner.add(computed, ran, self._hooks.take(tokens))
         if captured:
             starts = accumulate((len(input_ids) for _, input_ids, _ in captured), initial=0)
             ended = [Ended(number, ids, start) for (number, ids, _), start in zip(captured, starts, strict=False)]
