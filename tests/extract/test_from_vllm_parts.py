@@ -35,7 +35,7 @@ from draftsmith.extract.parity import (
 from draftsmith.extract.quarantine import QUARANTINE, read_quarantine, refuse_many_set_aside, set_aside
 from draftsmith.extract.vllm_worker.client import EngineDied
 from draftsmith.extract.vllm_worker.failures import ENGINE, describe, read_failures, running_module, write_failure
-from draftsmith.extract.vllm_worker.hooks import Joiner, batch_spans, read_convention
+from draftsmith.extract.vllm_worker.hooks import Joiner, Ran, complete_states, read_convention
 from draftsmith.extract.vllm_worker.options import KEY
 from draftsmith.extract.vllm_worker.spool import spool_file, take_sequence, write_sequence
 from draftsmith.extract.work import Captured, Work
@@ -43,6 +43,7 @@ from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Target, parse
 from draftsmith.records import Features, Sample
 from draftsmith.target import load_head, load_target
+from tests.extract import scale
 
 CPU = torch.device("cpu")
 
@@ -253,7 +254,7 @@ def test_chunks_of_prompts_are_joined_however_they_are_cut_ordered_and_begun_aga
         tokens = torch.cat([prompts[n][computed[n] : computed[n] + chunks[n]] for n in chosen])
         ends = torch.tensor([chunks[n] for n in chosen]).cumsum(0).tolist()
         spans = {f"r{n}": (end - chunks[n], end) for n, end in zip(chosen, ends, strict=True)}
-        for number, ids, states in joiner.add(before, spans, tokens, tokens[:, None, None] * 1.0):
+        for number, ids, states in joiner.add(before, Ran(spans, tokens), tokens[:, None, None] * 1.0):
             out[number] = ids, states
             del computed[number]
         computed |= {n: computed[n] + chunks[n] for n in chosen if n in computed}
@@ -267,25 +268,102 @@ def test_tokens_taken_from_the_prefix_cache_are_noticed() -> None:
     joiner = Joiner()
     before = joiner.follow(step([(0, 10, 4)], {}))
     with pytest.raises(RuntimeError, match="sample number 0 goes on at token 4, and 0 were captured"):
-        joiner.add(before, {"r0": (0, 6)}, torch.zeros(6), torch.zeros(6, 1, 1))
+        joiner.add(before, Ran({"r0": (0, 6)}, torch.zeros(6)), torch.zeros(6, 1, 1))
+
+
+def test_what_an_engine_warms_up_with_is_no_sample() -> None:
+    warm_up = step([(7, 4, 0)], {})
+    warm_up.scheduled_new_reqs[0].sampling_params.extra_args = None
+    joiner = Joiner()
+    computed = joiner.follow(warm_up)
+    assert joiner.add(computed, Ran({"r7": (0, 4)}, torch.zeros(4)), torch.zeros(4, 1, 1)) == []
 
 
 def test_a_lost_chunk_is_noticed() -> None:
     joiner = Joiner()
-    joiner.add(joiner.follow(step([(0, 10, 0)], {})), {"r0": (0, 3)}, torch.zeros(3), torch.zeros(3, 1, 1))
+    joiner.add(joiner.follow(step([(0, 10, 0)], {})), Ran({"r0": (0, 3)}, torch.zeros(3)), torch.zeros(3, 1, 1))
     before = joiner.follow(step([], {0: 6}))
     with pytest.raises(RuntimeError, match="goes on at token 6, and 3 were captured"):
-        joiner.add(before, {"r0": (0, 4)}, torch.zeros(4), torch.zeros(4, 1, 1))
+        joiner.add(before, Ran({"r0": (0, 4)}, torch.zeros(4)), torch.zeros(4, 1, 1))
 
 
-def test_a_batch_that_is_not_the_schedulers_is_refused() -> None:
-    runner = SimpleNamespace(
-        input_batch=SimpleNamespace(req_ids=["a", "b"]),
-        query_start_loc=SimpleNamespace(np=torch.tensor([0, 4, 12, 12]).numpy()),
-    )
-    assert batch_spans(runner, {"b": 8, "a": 4}) == {"a": (0, 4), "b": (4, 12)}
+@pytest.mark.parametrize("second", [False, True])
+def test_a_batch_that_is_not_the_schedulers_is_refused(second: bool) -> None:
+    ids, starts, tokens = ["a", "b"], torch.tensor([0, 4, 12, 12]).numpy(), torch.arange(16)
+    if second:
+        batch = SimpleNamespace(req_ids=ids, query_start_loc_np=starts, input_ids=tokens)
+        runner = SimpleNamespace(execute_model_state=SimpleNamespace(input_batch=batch))
+    else:
+        runner = SimpleNamespace(
+            execute_model_state=SimpleNamespace(hidden_states=None),
+            input_batch=SimpleNamespace(req_ids=ids),
+            query_start_loc=SimpleNamespace(np=starts),
+            input_ids=SimpleNamespace(gpu=tokens),
+        )
+    ran = Ran.by(runner, {"b": 8, "a": 4})
+    assert ran.spans == {"a": (0, 4), "b": (4, 12)}
+    assert ran.input_ids is tokens
     with pytest.raises(RuntimeError, match=r"\{'a': 4, 'b': 8\} tokens by request"):
-        batch_spans(runner, {"a": 10, "b": 8})
+        Ran.by(runner, {"a": 10, "b": 8})
+
+
+class Block(nn.Module):
+    """A decoder layer that adds 1 to the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+        kind = type("Attention", (nn.Module, AttentionLayerBase), {"__abstractmethods__": frozenset()})
+        kind.__abstractmethods__ = frozenset()
+        self.attention = kind()
+
+    def forward(self, positions: Any, hidden_states: Any, residual: Any) -> tuple[Any, Any]:
+        return hidden_states + 1, residual
+
+
+class OtherBlock(Block):
+    def forward(self, hidden_states: Any, per_layer_input: Any, residual: Any) -> tuple[Any, Any]:  # type: ignore[override]
+        return hidden_states + 1, residual
+
+
+class Text(nn.Module):
+    """Hands out the states before some layers, and, if `whole`, after the last."""
+
+    aux_hidden_state_layers = (1, 3)
+
+    def __init__(self, whole: bool, block: type[Block] = Block) -> None:
+        super().__init__()
+        self.layers, self.whole = nn.ModuleList(block() for _ in range(3)), whole
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        residual, states = torch.zeros_like(hidden), []
+        for index, layer in enumerate(self.layers):
+            if index in self.aux_hidden_state_layers:
+                states.append(hidden + residual)
+            hidden, residual = layer(None, hidden, residual)
+        return hidden, [*states, hidden + residual] if self.whole else states
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_last_state_is_handed_out_once(whole: bool) -> None:
+    text = Text(whole)
+    complete_states(text, (1, 3))
+    for _ in range(2):
+        _, states = text.forward(torch.zeros(1))
+        assert [float(state) for state in states] == [1.0, 3.0]
+    assert bool(text.layers[-1]._forward_hooks) is not whole
+
+
+def test_a_model_whose_states_are_not_one_too_few_is_left_as_it_is() -> None:
+    fewer, unknown, compiled = Text(False), Text(True, OtherBlock), Text(False)
+    fewer.aux_hidden_state_layers = (0, 3)  # type: ignore[assignment]
+    complete_states(fewer, (0, 1, 3))
+    assert [float(state) for state in fewer.forward(torch.zeros(1))[1]] == [0.0]
+    compiled.do_not_compile = False  # type: ignore[assignment]
+    for text in (unknown, compiled):
+        complete_states(text, (1, 3))
+        assert "forward" not in vars(text)
 
 
 # ---- parity with the reference ----------------------------------------------------------------------------------
@@ -347,6 +425,53 @@ def test_layer_ids_one_off_are_named(tiny_target: Path, samples: list[Sample], e
     shifted = engines(tiny_target, samples, (3, 5, 6, 8))
     with pytest.raises(CaptureError, match=r"layer id 2: .* nearer to layer id 3"):
         compare(shifted, expected, LAYER_IDS, torch.bfloat16, experts=True)
+
+
+def test_what_rounding_does_to_the_reference_itself_is_allowed_and_hides_no_other_layer(
+    tiny_target: Path, samples: list[Sample], expected: Expected
+) -> None:
+    noisy = changed(engines(tiny_target, samples), aux=lambda one: one.aux * 1.08)
+    with pytest.raises(CaptureError, match=r"layer id 2: .* where rounding explains 5e-02"):
+        compare(noisy, expected, LAYER_IDS, torch.bfloat16, experts=True)
+    measured = replace(expected, rounding={id: {"median": 0.05, "outlier": 0.3} for id in LAYER_IDS})
+    report = compare(noisy, measured, LAYER_IDS, torch.bfloat16, experts=True)
+    assert {figures["explained"] for figures in report["by_layer"].values()} == {0.1}
+    with pytest.raises(CaptureError, match=r"layer id 2: .* nearer to layer id 3"):
+        compare(engines(tiny_target, samples, (3, 5, 6, 8)), measured, LAYER_IDS, torch.bfloat16, experts=True)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda aux: aux * (torch.arange(len(aux)) > 0)[:, None, None], "next to no state"),  # of 3 in 163
+        (lambda aux: torch.where((torch.arange(len(aux)) % 3 == 0)[:, None, None], aux.roll(1, 0), aux), "the worst"),
+    ],
+)
+def test_states_that_are_not_there_are_no_rounding(
+    tiny_target: Path, samples: list[Sample], expected: Expected, spoil: Any, says: str
+) -> None:
+    measured = replace(expected, rounding={id: {"median": 0.1, "outlier": 0.6} for id in LAYER_IDS})
+    wrong = changed(engines(tiny_target, samples), aux=lambda one: spoil(one.aux))
+    with pytest.raises(CaptureError, match=f"layer id 2: .*{says}"):
+        compare(wrong, measured, LAYER_IDS, torch.bfloat16, experts=True)
+
+
+def test_of_a_mixture_of_experts_the_reference_says_what_rounding_does(tmp_path: Path) -> None:
+    model = str(scale.deepseek_v3(tmp_path / "model", rope="yarn"))
+    chat = [Sample("s", "c", "chat", "train", [3 + n % 60 for n in range(50)], [1] * 50)]
+    ids = (2, read_facts(model).num_hidden_layers)
+    found, exact = (
+        expect(read_facts(model), Target(model=model), ids, CPU, dtype, chat)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert isinstance(found, Expected)
+    assert isinstance(exact, Expected)
+    assert not exact.rounding
+    for id in ids:
+        of_bf16, of_float32 = found.states["s"][id].float(), exact.states["s"][id]
+        error = (of_bf16 - of_float32).norm(dim=-1) / of_float32.norm(dim=-1)
+        assert found.rounding[id]["median"] == pytest.approx(float(error.median()))
+        assert float(error.median()) > 1e-3
 
 
 def test_a_final_norm_that_was_applied_is_named(tiny_target: Path, samples: list[Sample], expected: Expected) -> None:

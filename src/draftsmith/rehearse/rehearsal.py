@@ -39,6 +39,7 @@ STEP_TOKENS = LONGEST_TOKENS + 8  # of the engine: sequences are cut wherever it
 PROMPTS, NEW_TOKENS = 6, 12
 TRAINING_STEPS = 6
 CACHE_BYTES = 256 << 20
+MEMORY_SHARE = 0.1  # of a device, which may be in use: vLLM refuses to start where its whole share is not free
 WIDTHS = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "initial")
 
 
@@ -150,7 +151,7 @@ class Rehearsal:
                 f"layer id {id}",
                 "ok",
                 f"differs from transformers by {of['median']:.1e} in the median of tokens, {of['max']:.1e} in the "
-                f"worst; rounding explains {figures['tolerance']:.0e}",
+                f"worst; rounding explains {of['explained']:.0e}",
             )
             for id, of in figures["by_layer"].items()
         ]
@@ -310,6 +311,7 @@ def scale_recipe(recipe: Recipe, target: TargetFacts, facts: TargetFacts, run_di
         "max_num_batched_tokens": STEP_TOKENS,
         "max_num_seqs": min(16, recipe.extract.max_num_seqs),
         "kv_cache_memory_bytes": CACHE_BYTES,
+        "gpu_memory_utilization": min(MEMORY_SHARE, recipe.extract.gpu_memory_utilization),
         "shard_mib": 1,
         "max_quarantined": 0.0,
     }
