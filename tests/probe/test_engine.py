@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -205,6 +206,19 @@ def test_an_engine_that_is_too_old_fails_with_the_version_that_is_needed(site: P
     assert (check.name, check.status) == ("engine", "fail")
     assert check.detail == "vllm 0.17.0 is installed and vllm>=0.24 is needed"
     assert "extract.engine=transformers" in str(check.hint)
+
+
+def test_a_copy_that_is_not_installed_knows_no_range_and_checks_the_rest(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def requires(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    install_engine(site, "0.17.0", {"config/speculative.py": 'METHODS = ["eagle3"]'})
+    check = check_engine(facts_of({"architectures": ["LlamaForCausalLM"]}))[0]
+    assert (check.name, check.status) == ("engine", "fail")
+    assert "has no speculative method extract_hidden_states" in check.detail
 
 
 def test_a_fork_without_the_capture_method_fails(site: Path) -> None:

@@ -26,7 +26,7 @@ def check_engine(facts: TargetFacts, evidence: dict[str, Any] | None = None) -> 
     else:
         found = inspect_engine(facts.architecture, facts.text_model_type)
     wanted = supported_range()
-    install = f"pip install 'draftsmith[vllm]' brings {wanted}"
+    install = f"pip install 'draftsmith[vllm]' brings {wanted or 'it'}"
     if found is None:
         return [Check("engine", "warn", "no vLLM is installed; extraction with transformers needs none", install)]
     name = f"{found['distribution']} {found['version']}"
@@ -36,9 +36,13 @@ def check_engine(facts: TargetFacts, evidence: dict[str, Any] | None = None) -> 
     return checks
 
 
-def supported_range() -> Requirement:
-    """The vLLM that the extra `vllm` asks for, from this package's own metadata."""
-    for line in importlib.metadata.requires("draftsmith") or ():
+def supported_range() -> Requirement | None:
+    """The vLLM that the extra `vllm` asks for, by this package's metadata; None of a copy that is not installed."""
+    try:
+        lines = importlib.metadata.requires("draftsmith") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for line in lines:
         requirement = Requirement(line)
         if requirement.name == "vllm":
             requirement.marker = None
@@ -46,10 +50,10 @@ def supported_range() -> Requirement:
     raise AssertionError("draftsmith's metadata has no extra for vllm")
 
 
-def _check_version(name: str, found: dict[str, Any], wanted: Requirement, install: str) -> Check:
+def _check_version(name: str, found: dict[str, Any], wanted: Requirement | None, install: str) -> Check:
     """Extraction asks for a speculative method that came with 0.18 and that forks may lack (pitfall 71)."""
     version = found["version"]
-    if version != "unknown" and not wanted.specifier.contains(version, prereleases=True):
+    if wanted and version != "unknown" and not wanted.specifier.contains(version, prereleases=True):
         return Check("engine", "fail", f"{name} is installed and {wanted} is needed", f"{install}; or {WITHOUT_ENGINE}")
     if not found["extract_hidden_states"]:
         detail = f"{name} has no speculative method extract_hidden_states, which extraction with vLLM uses"
