@@ -15,7 +15,7 @@ import yaml
 
 from draftsmith.corpus import corpus_lengths
 from draftsmith.errors import DataError
-from draftsmith.rundir import RunPaths, hash_json, sole_process
+from draftsmith.rundir import RunPaths, hash_file, hash_json, sole_process
 from draftsmith.vocab_map import read_draft_vocab
 
 STAGES = ["probe", "prepare", "extract", "train", "evaluate", "export", "serve", "report"]
@@ -172,6 +172,42 @@ def test_training_is_not_deleted_for_a_first_draft_that_cannot_be(finished, init
     assert (run / "train" / "checkpoints" / "final" / "model.safetensors").exists()
 
 
+def test_an_evaluation_stays_done_where_serving_could_not_be_measured(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "copy")
+    state = tmp_path / "copy/runs/tiny/evaluate/stage.json"
+    before = json.loads(state.read_text())
+    nobody = "http://127.0.0.1:9"
+    served = [f"evaluate.served.{name}={nobody}" for name in ("url", "baseline_url")]
+    command = ["evaluate", "recipe.yaml", "evaluate.served.enabled=true", *served]
+    done = draftsmith(*command, cwd=tmp_path / "copy")
+    assert done.returncode == 1
+    assert "ConnectError" in done.stderr
+    assert json.loads(state.read_text()) == before
+    told = draftsmith("report", "runs/tiny", cwd=tmp_path / "copy").stdout
+    assert "7 of 7 stages done" in told
+    assert "evaluate: done: " in told
+    assert "ConnectError" in told
+    assert draftsmith("evaluate", "recipe.yaml", cwd=tmp_path / "copy").returncode == 0
+
+
+def test_figures_of_serving_that_were_refused_do_not_stop_the_next_run(finished, tmp_path):
+    """They are on disk, for the report shows what differed, and not what was on record."""
+    shutil.copytree(finished, tmp_path / "copy")
+    folder = tmp_path / "copy/runs/tiny/evaluate"
+    (folder / "served.json").write_text("{}")
+    state = json.loads((folder / "stage.json").read_text())
+    state["outputs"]["served.json"] = "of another"
+    (folder / "stage.json").write_text(json.dumps(state))
+    command = ["evaluate", "recipe.yaml"]
+    assert "served.json: damaged" in draftsmith(*command, cwd=tmp_path / "copy").stderr
+    state["outputs"]["served.json"] = hash_file(folder / "served.json")
+    (folder / "stage.json").write_text(json.dumps(state))
+    served = [f"evaluate.served.{name}=http://127.0.0.1:9" for name in ("url", "baseline_url")]
+    assert draftsmith(*command, "evaluate.served.enabled=true", *served, cwd=tmp_path / "copy").returncode == 1
+    (folder / "served.json").write_text('{"prompt_sets": []}')
+    assert draftsmith(*command, cwd=tmp_path / "copy").returncode == 0
+
+
 def test_redo_replaces_a_stage_whose_record_is_damaged(finished, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
@@ -294,6 +330,22 @@ def test_a_stage_whose_input_is_not_there_says_which(tmp_path, tiny_target):
     done = draftsmith("train", "recipe.yaml", cwd=tmp_path)
     assert done.returncode == 2
     assert "needs `probe`, which has not been done" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ('prompt_sets=["held_out","questions.jsonl"]', "questions.jsonl"),
+        ("url=http://localhost:1", "both must be named"),
+    ],
+)
+def test_what_serving_cannot_be_measured_with_is_said_before_anything_is_done(tmp_path, tiny_target, override, says):
+    write_recipe(tmp_path, tiny_target)
+    served = ["evaluate.served.enabled=true", f"evaluate.served.{override}"]
+    done = draftsmith("run", "recipe.yaml", *served, cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("killed_after", ["prepare", "extract", "train"])

@@ -42,6 +42,8 @@ def run_all(recipe: Recipe, *, redo: bool = False) -> dict[str, Any]:
     served = recipe.evaluate.served
     unserved = recipe.evaluate.model_copy(update={"served": served.model_copy(update={"enabled": False})})
     before_export = recipe.model_copy(update={"evaluate": unserved})
+    if served.enabled:
+        importlib.import_module("draftsmith.evaluate.served").check_served(recipe)
     reports = {}
     for stage in STAGES:
         reports[stage] = run_stage(stage, before_export if stage == "evaluate" else recipe, redo=redo)
@@ -122,7 +124,11 @@ def _run_alone(
     started = time.time()
     record: dict[str, Any] = {"status": "running", "fingerprint": wanted, "version": __version__}
     record["machine"] = describe_machine()
-    write_json(paths.stage_file(stage), record)
+    if state is not None and state["status"] == "done" and stage not in ALWAYS:
+        # It goes on, and stays done if that is cut short; served.json is written before it is on record again.
+        write_json(paths.stage_file(stage), {**state, "outputs": _without(state.get("outputs", {}), paths.served.name)})
+    else:
+        write_json(paths.stage_file(stage), record)
     append_event(paths, stage, "resumed" if resuming else "started")
     try:
         report = work()
@@ -139,6 +145,10 @@ def _run_alone(
     write_json(paths.stage_file(stage), done)
     append_event(paths, stage, "done", seconds=seconds)
     return report
+
+
+def _without(outputs: dict[str, str], name: str) -> dict[str, str]:
+    return {file: digest for file, digest in outputs.items() if file != name}
 
 
 def _goes_on(stage: str, recipe: Recipe) -> bool:

@@ -12,6 +12,7 @@ import torch
 from draftsmith.draft.config import draft_config
 from draftsmith.draft.files import save_draft
 from draftsmith.draft.model import Draft
+from draftsmith.errors import RequestError
 from draftsmith.evaluate import why
 from draftsmith.evaluate.diagnose import Recorded, cause, diagnose
 from draftsmith.evaluate.offline import target_top1
@@ -133,6 +134,8 @@ def test_a_run_is_asked_for_the_reason(world, plain, tmp_path):
     paths = build_run(world, tmp_path / "run")
     recipe = make_recipe(paths)
     assert why(recipe, paths)["cause"] is None
+    with pytest.raises(RequestError, match="holds no draft"):
+        why(recipe, paths, tmp_path)
     save_draft(tmp_path / "draft", changed(plain, aux_layer_ids=tuple(id + 1 for id in plain.config.aux_layer_ids)))
     report = why(recipe, paths, tmp_path / "draft")
     assert report["cause"] == "layer ids one lower"

@@ -38,8 +38,11 @@ def explain(recipe: Recipe, paths: RunPaths, folder: Path | None) -> dict[str, A
     Raises:
         CheckpointError: the draft is damaged, or does not fit the target.
         DataError: nothing was held out.
-        RequestError: the template that the prompts were rendered with is not there any more.
+        RequestError: the folder holds no draft, or the template that the prompts were rendered with is not there any
+            more.
     """
+    if folder is not None and not (folder / "config.json").is_file():
+        raise RequestError("holds no draft: it has no config.json", where=str(folder))
     held_out = open_held_out(recipe, paths)
     folder = folder or paths.checkpoints / "final"
     draft, mismatches = _load(folder, held_out)

@@ -22,9 +22,9 @@ from draftsmith.errors import RequestError
 from draftsmith.evaluate.journal import work_through
 from draftsmith.evaluate.served_figures import STEPS, Measurements, differences, make_served
 from draftsmith.evaluate.served_load import Burst, Sampling, ask_all, figures_of
-from draftsmith.evaluate.served_prompts import PromptSet, read_prompt_sets
+from draftsmith.evaluate.served_prompts import PromptSet, check_prompt_sets, read_prompt_sets
 from draftsmith.evaluate.step_costs import seconds_per_step, sizes_of_target_steps
-from draftsmith.recipe import Recipe
+from draftsmith.recipe import Recipe, Served
 from draftsmith.records import TargetFacts
 from draftsmith.rundir import RunPaths, append_event, digest_draft, hash_json, write_json
 from draftsmith.target import read_facts_of_run
@@ -95,8 +95,13 @@ def measure_served(recipe: Recipe, paths: RunPaths, offline: dict[str, Any]) -> 
     return report
 
 
-def make_plan(recipe: Recipe, paths: RunPaths) -> Plan:
-    settings = recipe.evaluate.served
+def check_served(recipe: Recipe) -> None:
+    """Raises RequestError, DataError or MissingExtraError where serving could not be measured, however good a draft."""
+    _refuse_contradictions(recipe.evaluate.served)
+    check_prompt_sets(recipe.evaluate.served.prompt_sets)
+
+
+def _refuse_contradictions(settings: Served) -> None:
     if (settings.url is None) != (settings.baseline_url is None):
         raise RequestError(
             "of two running engines, both must be named: one with the draft, one without it",
@@ -106,6 +111,11 @@ def make_plan(recipe: Recipe, paths: RunPaths) -> Plan:
         raise RequestError(
             "a running engine has one number of draft tokens", where="evaluate.served.num_speculative_tokens"
         )
+
+
+def make_plan(recipe: Recipe, paths: RunPaths) -> Plan:
+    settings = recipe.evaluate.served
+    _refuse_contradictions(settings)
     draft = paths.require(paths.export("vllm"), "export")
     facts = read_facts_of_run(paths)
     most = max(recipe.evaluate.num_speculative_tokens, *_ks(recipe))

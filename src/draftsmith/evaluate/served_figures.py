@@ -108,6 +108,7 @@ def _figures(
     rates = [sum(r["accepted_per_position"][i] for r in ours) / sum(r["drafts"] for r in ours) for i in range(k)]
     lengths = [1 + r["accepted_tokens"] / r["drafts"] for r in ours]
     speedups = [b["tokens_per_second"] / a["tokens_per_second"] for a, b in zip(plain, ours, strict=True)]
+    speedup = math.exp(mean([math.log(ratio) for ratio in speedups]))
     return {
         "name": f"{name}, {concurrency} at once, K = {k}",
         "method": "served",
@@ -121,14 +122,14 @@ def _figures(
         "prompts": len(drafted["texts"]),
         "tokens": sum(r["tokens"] for r in ours),
         "tokens_per_second": _both(plain, ours, "tokens_per_second"),
-        "speedup": mean(speedups),
-        "speedup_95": interval_95(speedups),
+        "speedup": speedup,
+        "speedup_95": _interval_of_ratios(speedups),
         "latency_seconds": {
             which: {at: _both(plain, ours, which, at) for at in ("p50", "p99")}
             for which in ("first_token_seconds", "inter_token_seconds", "seconds_per_token")
         },
         "identical": _identical(drafted),
-        "forecast": _compared(k, concurrency, mean(speedups), rates, expected, costs),
+        "forecast": _compared(k, concurrency, speedup, rates, expected, costs),
     }
 
 
@@ -170,6 +171,12 @@ def interval_95(values: Sequence[float]) -> tuple[float, float] | None:
     variance = sum((value - centre) ** 2 for value in values) / (len(values) - 1)
     half = T_95[len(values) - 2] * math.sqrt(variance / len(values))
     return centre - half, centre + half
+
+
+def _interval_of_ratios(ratios: Sequence[float]) -> tuple[float, float] | None:
+    """Of their geometric mean, by their logarithms: never below zero."""
+    found = interval_95([math.log(ratio) for ratio in ratios])
+    return found and (math.exp(found[0]), math.exp(found[1]))
 
 
 def differences(

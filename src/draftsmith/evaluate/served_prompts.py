@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ def read_prompt_sets(recipe: Recipe, paths: RunPaths, facts: TargetFacts, room_t
         MissingExtraError: the package that brings a set is not installed.
     """
     settings, chat = recipe.evaluate.served, _Chat(recipe, facts)
+    check_prompt_sets(settings.prompt_sets)
     sets: list[PromptSet] = []
     for name in settings.prompt_sets:
         if name == HELD_OUT:
@@ -52,7 +53,7 @@ def read_prompt_sets(recipe: Recipe, paths: RunPaths, facts: TargetFacts, room_t
             found = [chat.render(messages) for messages in _conversations(name)]
         random.Random(recipe.seed).shuffle(found)
         if not found:
-            raise DataError(f"{name} has no prompt", where="evaluate.served.prompt_sets")
+            raise _has_none(name)
         short = [ids for ids in found if room_tokens is None or len(ids) <= room_tokens]
         if not short:
             raise DataError(
@@ -60,11 +61,26 @@ def read_prompt_sets(recipe: Recipe, paths: RunPaths, facts: TargetFacts, room_t
                 where="evaluate.served.prompt_sets",
                 hint="lower evaluate.served.max_tokens, or raise serve.engine_args.max_model_len",
             )
-        title = name if name == HELD_OUT or name in _PACKAGES else Path(name).stem
-        if title in {made.name for made in sets}:
-            raise RequestError(f"two sets are called {title}", where="evaluate.served.prompt_sets")
-        sets.append(PromptSet(title, short[: settings.prompts], len(found) - len(short)))
+        sets.append(PromptSet(_title(name), short[: settings.prompts], len(found) - len(short)))
     return sets
+
+
+def check_prompt_sets(names: Sequence[str]) -> None:
+    """Read every set that does not come from the run itself. Raises as `read_prompt_sets`, but for want of room."""
+    titles = [_title(name) for name in names]
+    for name, title in zip(names, titles, strict=True):
+        if titles.count(title) > 1:
+            raise RequestError(f"two sets are called {title}", where="evaluate.served.prompt_sets")
+        if name != HELD_OUT and not sum(1 for _ in _conversations(name)):
+            raise _has_none(name)
+
+
+def _title(name: str) -> str:
+    return name if name == HELD_OUT or name in _PACKAGES else Path(name).stem
+
+
+def _has_none(name: str) -> DataError:
+    return DataError(f"{name} has no prompt", where="evaluate.served.prompt_sets")
 
 
 def _held_out(paths: RunPaths) -> Iterator[list[int]]:
@@ -106,24 +122,23 @@ def _is_text(value: Any) -> bool:
 def _records(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place for messages to people, record) of each line."""
     file = _file(name)
-    opening = gzip.open if file.suffix == ".gz" else open
-    with opening(file, "rt", encoding="utf-8") as lines:
-        for number, line in _whole(lines, file):
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"is no JSON: {error}", where=f"{file}, line {number}") from error
-            if not isinstance(record, dict):
-                raise DataError("is no JSON object", where=f"{file}, line {number}")
-            yield f"{file}, line {number}", record
+    for number, line in _whole(file):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"is no JSON: {error}", where=f"{file}, line {number}") from error
+        if not isinstance(record, dict):
+            raise DataError("is no JSON object", where=f"{file}, line {number}")
+        yield f"{file}, line {number}", record
 
 
-def _whole(lines: Iterable[str], file: Path) -> Iterator[tuple[int, str]]:
-    number = 0
+def _whole(file: Path) -> Iterator[tuple[int, str]]:
+    number, opening = 0, gzip.open if file.suffix == ".gz" else open
     try:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield number, line
+        with opening(file, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, line
     except (OSError, EOFError, UnicodeDecodeError) as error:  # BadGzipFile is an OSError
         raise DataError(f"cannot be read: {error}", where=f"{file}, after line {number}") from error
 

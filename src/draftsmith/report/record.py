@@ -161,7 +161,7 @@ def _stage(name: str, reader: _Reader, paths: RunPaths, events: list[dict[str, A
         machine=_dict(state.get("machine")),
         stopped=len(own) - len(ends) - sum(event["event"] == "done" for event in ends),
         seconds=sum(measured) if measured else report.get("seconds"),
-        error=last.get("error") if status == "failed" else None,
+        error=last.get("error") if last.get("event") == "failed" else None,
     )
 
 

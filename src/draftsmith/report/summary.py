@@ -33,7 +33,7 @@ def as_json(run: RunRecord, other: RunRecord | None) -> dict[str, Any]:
 def summary_lines(run: RunRecord, other: RunRecord | None, page: Path) -> list[str]:
     lines = [f"report: {page}, {run.done} of {len(run.stages)} stages done"]
     for stage in run.stages.values():
-        if stage.status != "done":
+        if stage.status != "done" or stage.error:  # measuring serving goes on from what is done, and may fail
             lines.append(f"  {stage.name}: {stage.status}{_first_line(stage.error)}")
     lines += [f"  damaged: {problem}" for problem in run.damaged]
     if other is None:
