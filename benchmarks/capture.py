@@ -199,7 +199,8 @@ class Bench:
     def start(self, name: str) -> None:
         begin = time.monotonic()
         say(f"{name}: starting")
-        part = Ours(self, name) if name in ("native", "hooked") else Theirs(self, name)
+        ours = name.startswith(("native", "hooked"))
+        part = Ours(self, name) if ours else Theirs(self, name)
         try:
             part.start()
             self.parts[name] = part
