@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from draftsmith.evaluate.figures import summary_lines
 from draftsmith.evaluate.rounds import Rounds, confidence_95, difference, position_bucket, round_starts, summarise
 
 
@@ -52,6 +53,23 @@ def test_acceptance_is_told_by_domain_and_by_position() -> None:
 )
 def test_position_buckets_double(position: int, bucket: str) -> None:
     assert position_bucket(position) == bucket
+
+
+def test_acceptance_is_told_by_how_much_of_an_answer_is_written() -> None:
+    """Nothing is taken in an answer's first 40 tokens and both drafts from there on; a conversation has two answers."""
+    hard, easy = [0] * 40, [2] * 10
+    starts = [*round_starts(10, [*hard, *easy]), *round_starts(200, hard)]
+    talk = Rounds("c", "d", starts, [*hard, *easy, *hard], tokens=112)
+    assert list(talk.written()) == [*range(40), *range(40, 70, 3), *range(40)]
+    found = summarise("x", [talk], num_speculative_tokens=2, seed=0).extra["within_tokens"]
+    assert list(found) == ["32", "64"]
+    assert (found["32"]["rounds"], found["32"]["per_position"]) == (64, [0.0, 0.0])
+    assert found["64"] == {"mean_acceptance_length": 1 + 16 / 88, "per_position": [8 / 88] * 2, "rounds": 88}
+
+
+def test_slots_that_are_all_expected_are_one_answer() -> None:
+    slots = Rounds("c", "d", [*range(10, 14), *range(30, 32)], [0, 2, 0, 1, 0, 0], tokens=7, weights=[0.5] * 6)
+    assert list(slots.written()) == [0, 1, 2, 3, 0, 1]
 
 
 def test_the_interval_holds_the_mean_and_is_the_same_every_time() -> None:
@@ -123,3 +141,18 @@ def test_the_difference_of_two_readings_is_drawn_over_the_conversations_of_both(
 def test_each_round_starts_after_the_accepted_tokens_and_the_bonus() -> None:
     assert round_starts(8, [0, 3, 1]) == [8, 9, 13]
     assert round_starts(8, []) == []
+
+
+@pytest.mark.parametrize(("early", "told"), [([0] * 64, True), ([2] * 22, False)])
+def test_a_draft_that_accepts_less_where_answers_begin_is_said_to(early: list[int], told: bool) -> None:
+    found = summarise("recorded trained", [text([*early, *[2] * 20])], num_speculative_tokens=2, seed=0)
+    report = {
+        "num_speculative_tokens": 2,
+        "prompt_sets": [{"name": found.name, "at_temperature": None} | found.to_json()],
+        "lossless": None,
+        "lossless_sampled": None,
+        "recorded_tokens_are_top1": 1.0,
+        "target_dtype": "float32",
+        "store_dtype": "float32",
+    }
+    assert ("; 1.00 within the first 64 tokens of an answer" in summary_lines(report)[0]) is told

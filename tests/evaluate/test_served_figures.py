@@ -46,6 +46,7 @@ def measured(
     differing: Any = (),
     forecast_share: float = 1.0,
     sampled: Any = (),
+    within: Any = None,
     **served: Any,
 ) -> dict[str, Any]:
     """A machine whose steps always take the same, with such a share of the forecast's speed-up."""
@@ -57,6 +58,7 @@ def measured(
         ours = [repeat(10.0 * c * speedup, 16), repeat(12.0 * c * speedup, 16)]
         drafted["chat", c] = {"repeats": ours, "texts": [[1], [2]], "differences": list(differing)}
     greedy = {"name": "recorded trained", "method": "recorded", "draft": "trained", "per_position": RATES}
+    greedy |= {"within_tokens": within or {}}
     offline = {"prompt_sets": [*sampled, greedy]}
     return make_served(recipe(**served), alone, {K: drafted}, offline)
 
@@ -79,6 +81,19 @@ def test_a_forecast_of_twice_what_was_served_is_off_by_all_of_it():
     for one in measured(forecast_share=0.5)["prompt_sets"]:
         assert one["forecast"]["relative_error"] == pytest.approx(1.0)
         assert one["forecast"]["relative_error_at_served_acceptance"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "tokens", "rates"),
+    [(20, 32, [0.3, 0.1]), (33, 64, [0.5, 0.2]), (64, 64, [0.5, 0.2]), (65, None, RATES)],
+)
+def test_the_forecast_is_of_as_much_of_an_answer_as_is_served(max_tokens: int, tokens: int | None, rates: list[float]):
+    within = {"32": {"per_position": [0.3, 0.1]}, "64": {"per_position": [0.5, 0.2]}}
+    found = measured(within=within, max_tokens=max_tokens)
+    assert (found["forecast"]["within_tokens"], found["forecast"]["per_position"]) == (tokens, rates)
+    assert found["prompt_sets"][0]["forecast"]["speedup"] == pytest.approx((1 + sum(rates)) / 1.2)
+    said = f"of acceptance within the first {tokens} tokens of an answer"
+    assert (said in "\n".join(summary_lines(found))) is (tokens is not None)
 
 
 def at_temperature(method: str, rates: list[float], **how: Any) -> dict[str, Any]:

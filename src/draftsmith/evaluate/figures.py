@@ -17,6 +17,7 @@ from draftsmith.evaluate.sampled import sampled_by_the_target
 Results = dict[str, dict[str, Any]]  # by sample id
 
 PROPOSING = {"greedy": "proposing its likeliest tokens", "probabilistic": "sampling its tokens"}
+EARLY_TOKENS, TOLD_FROM = 64, 0.1
 LEAST_CHANCE = 1e-6  # of sampled texts; below it they are not the target's own
 
 
@@ -133,8 +134,16 @@ def _line(found: dict[str, Any], text: str, steps: int) -> str:
     rates = " ".join(f"{rate:.3f}" for rate in found["per_position"])
     return (
         f"{text}: acceptance length {found['mean_acceptance_length']:.2f} (95 %: {low:.2f} to {high:.2f}) with K = "
-        f"{steps}, by position {rates}; {found['prompts']} texts, {found['tokens']:,} tokens"
+        f"{steps}, by position {rates}; {found['prompts']} texts, {found['tokens']:,} tokens{_early(found)}"
     )
+
+
+def _early(found: dict[str, Any]) -> str:
+    """What is accepted where answers begin, if that is not what is accepted on the whole."""
+    early = found["within_tokens"].get(str(EARLY_TOKENS))
+    if early is None or abs(early["mean_acceptance_length"] / found["mean_acceptance_length"] - 1) < TOLD_FROM:
+        return ""
+    return f"; {early['mean_acceptance_length']:.2f} within the first {EARLY_TOKENS} tokens of an answer"
 
 
 def _expected_line(found: dict[str, Any]) -> str:

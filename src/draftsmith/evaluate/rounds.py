@@ -21,6 +21,7 @@ from draftsmith.records import Acceptance
 
 BOOTSTRAP_DRAWS = 2000
 FIRST_BUCKET_TOKENS = 256
+FEWEST_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,15 @@ class Rounds:
     def each(self) -> Iterator[tuple[int, int, float]]:
         """Start, accepted and weight of each round."""
         return zip(self.starts, self.accepted, self.weights or [1] * len(self.starts), strict=True)
+
+    def written(self) -> Iterator[int]:
+        """Of each round, the tokens of its answer that were there before it, but for the first."""
+        first = end = -1
+        for start, accepted in zip(self.starts, self.accepted, strict=True):
+            if start > end:  # not where the round before left off: the next answer of a conversation
+                first = start
+            end = start + accepted + 1
+            yield start - first
 
 
 def round_starts(first: int, accepted: Iterable[int]) -> list[int]:
@@ -65,8 +75,23 @@ def summarise(name: str, texts: list[Rounds], num_speculative_tokens: int, seed:
             "per_position_95": [_rate_95(texts, k, seed) for k in range(num_speculative_tokens)],
             "by_domain": _by_domain(texts, num_speculative_tokens, seed),
             "by_position": _by(texts, lambda text, start: position_bucket(start)),
+            "within_tokens": within_tokens(texts, num_speculative_tokens),
         },
     )
+
+
+def within_tokens(texts: list[Rounds], num_speculative_tokens: int) -> dict[str, dict[str, Any]]:
+    """Rounds of the first 32, 64, 128 … tokens of answers, as far as there are more: greedy texts come to repeat
+    themselves, and what serving accepts depends on how long its answers are."""
+    rounds = [(n, a, w) for text in texts for n, (_, a, w) in zip(text.written(), text.each(), strict=True)]
+    found, tokens = {}, FEWEST_TOKENS
+    while tokens <= max((n for n, *_ in rounds), default=0):
+        within = [(a, weight) for n, a, weight in rounds if n < tokens]
+        whole = sum(weight for _, weight in within)
+        joint = [share(sum(weight for a, weight in within if a > k), whole) for k in range(num_speculative_tokens)]
+        found[str(tokens)] = {"mean_acceptance_length": 1 + sum(joint), "per_position": joint, "rounds": whole}
+        tokens *= 2
+    return found
 
 
 def conditional(joint: list[float]) -> list[float | None]:

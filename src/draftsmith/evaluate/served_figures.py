@@ -45,7 +45,7 @@ def make_served(
         },
     )
     of = offline_set(offline, recipe.evaluate.served.temperature)
-    rates = of["per_position"]
+    within, rates = rates_within(of, recipe.evaluate.served.max_tokens)
     expected = forecast(acceptance_lengths(rates), costs, recipe.evaluate.served.concurrency)
     sets = [
         _figures(k, name, concurrency, alone[name, concurrency], found, expected, costs)
@@ -62,6 +62,7 @@ def make_served(
         },
         "forecast": {
             "acceptance_of": of["name"],
+            "within_tokens": within,
             "temperature": of.get("temperature", 0.0),
             "served_temperature": recipe.evaluate.served.temperature,
             "per_position": rates,
@@ -93,6 +94,14 @@ def offline_set(offline: dict[str, Any], temperature: float) -> dict[str, Any]:
                 if found["method"] == method:
                     return found
     raise ValueError("the report has no figures of the trained draft")
+
+
+def rates_within(of: dict[str, Any], max_tokens: int) -> tuple[int | None, list[float]]:
+    """Joint rates in as much of an answer as serving writes, or little more; and how much that is, None for all."""
+    fitting = [int(tokens) for tokens in of.get("within_tokens", {}) if int(tokens) >= max_tokens]
+    if not fitting:
+        return None, of["per_position"]
+    return min(fitting), of["within_tokens"][str(min(fitting))]["per_position"]
 
 
 def _figures(
@@ -271,6 +280,8 @@ def _forecast_lines(found: dict[str, Any]) -> list[str]:
             f"{found['served_temperature']:g}, where less is accepted; evaluate.temperature="
             f"{found['served_temperature']:g} measures that"
         )
+    if found["within_tokens"] is not None:
+        lines.append(f"forecast: of acceptance within the first {found['within_tokens']} tokens of an answer")
     lines += [
         f"forecast, {concurrency} at once: "
         + (
