@@ -140,7 +140,7 @@ def _line(found: dict[str, Any], text: str, steps: int) -> str:
 
 def _early(found: dict[str, Any]) -> str:
     """What is accepted where answers begin, if that is not what is accepted on the whole."""
-    early = found["within_tokens"].get(str(EARLY_TOKENS))
+    early = found.get("within_tokens", {}).get(str(EARLY_TOKENS))  # an earlier version wrote none
     if early is None or abs(early["mean_acceptance_length"] / found["mean_acceptance_length"] - 1) < TOLD_FROM:
         return ""
     return f"; {early['mean_acceptance_length']:.2f} within the first {EARLY_TOKENS} tokens of an answer"
