@@ -93,20 +93,28 @@ def test_loss_and_gradients_equal_a_reference_written_by_hand():
     draft.zero_grad()
 
     terms = [[] for _ in range(steps)]
+    right, accepted = [0] * steps, [0] * steps
     for start, end in [(0, 6), (6, 10)]:
         ids, mask, last = batch.input_ids[start:end], batch.loss_mask[start:end], batch.last[start:end]
         for j in range(end - start):
+            taken = True
             for k in range(steps):
                 if j + 2 + k >= end - start or not all(mask[j + 1 : j + 3 + k]):
                     continue
                 p = (rms(last[j + 1 + k], head.norm.weight) @ head.lm_head.T).softmax(-1)
                 if int(p.argmax()) not in DRAFT_IDS:
+                    taken = False
                     continue
                 normed = draft_one_slot(draft, ids, batch.aux[start:end], j, k + 1)[k]
                 log_q = (draft.lm_head.weight @ normed).log_softmax(-1)
+                hit = DRAFT_IDS[int(log_q.argmax())] == int(p.argmax())
+                taken = taken and hit
+                right[k], accepted[k] = right[k] + hit, accepted[k] + taken
                 p = p[DRAFT_IDS] / p[DRAFT_IDS].sum()
                 terms[k].append(-(p * log_q).sum())
     assert all(terms)
+    assert [(int(r.correct), int(r.accepted)) for r in counts_needed] == list(zip(right, accepted, strict=True))
+    assert any(right)
     by_hand = sum(decay**k * torch.stack(found).mean() for k, found in enumerate(terms))
     torch.testing.assert_close(loss, by_hand)
     by_hand.backward()

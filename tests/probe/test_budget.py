@@ -15,9 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from draftsmith import recipe as recipes
 from draftsmith.corpus import write_corpus
 from draftsmith.draft.config import DraftConfig
+from draftsmith.draft.fast_loss import STUDENT_BYTES
 from draftsmith.draft.loss import teacher_of, total_loss, unrolled_loss
 from draftsmith.draft.model import Draft
 from draftsmith.probe.budget import (
+    LOGITS_BYTES,
     Devices,
     active_parameters,
     check_budget,
@@ -336,12 +338,33 @@ def test_training_costs_what_the_real_loss_costs(documents: int, length: int, st
         loss.backward()
     assert training_flops_per_token(config, steps) * tokens == pytest.approx(counter.get_total_flops(), rel=0.15)
 
-    settings = Train(batch_tokens=tokens, unroll_steps=steps)
+    settings = Train(batch_tokens=tokens, unroll_steps=steps, kernels="plain")
     weights, kept = trainer_bytes(config, settings, document_tokens=length, state_bytes=4)
     assert 0.7 * kept < sum(storage.nbytes() for storage in saved.values()) <= kept
     trained = [p for p in matrices(draft) if p.requires_grad]
-    frozen = [draft.embed_tokens.weight, *matrices(head)]
-    assert weights == 4 * 4 * sum(p.numel() for p in trained) + 4 * sum(p.numel() for p in frozen)
+    assert weights == 4 * 4 * sum(p.numel() for p in trained) + 4 * sum(p.numel() for p in matrices(head))
+
+
+def full_workload(tokens: int, steps: int, document_tokens: int) -> int:
+    """Bytes of a trainer in bfloat16 as `benchmarks/train_step.py` measures it with `--workload full`."""
+    config = draft_config(
+        vocab_size=128_256, draft_vocab_size=32_000, hidden_size=4096, target_hidden_size=4096, head_dim=128,
+        intermediate_size=14_336, num_attention_heads=32, num_key_value_heads=8,
+    )  # fmt: skip
+    return sum(trainer_bytes(config, Train(batch_tokens=tokens, unroll_steps=steps), document_tokens, state_bytes=2))
+
+
+def test_a_trainer_needs_what_was_measured_on_a_gpu_and_little_less() -> None:
+    results = Path(__file__).parents[2] / "benchmarks/results/train_step.json"
+    runs = json.loads(results.read_text(encoding="utf-8"))["runs"]
+    assert runs
+    for run in runs:
+        assert 1 <= full_workload(run["tokens"], run["steps"], 1024) / GIB / run["peak_gib"] < 1.15
+
+
+def test_longer_documents_need_no_more_memory() -> None:
+    assert full_workload(8192, 7, 8192) == full_workload(8192, 7, 1024)
+    assert LOGITS_BYTES == STUDENT_BYTES
 
 
 def test_training_time_counts_epochs_or_steps(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ LOSSES = ("soft_cross_entropy", "lk_hybrid")
 # Settings of runs that one process must repeat; `alone` says with what else.
 RUNS = {
     "whole": {"checkpoint_every_steps": 3},
-    "sharded": {"shard": True},
+    "sharded": {"shard": True, "checkpoint_every_steps": 3},
     "uneven": {"batch_tokens": 16, "max_steps": 12},
     "uneven_sharded": {"batch_tokens": 16, "shard": True},
     "passes": {"micro_batch_tokens": 20},
@@ -38,7 +38,7 @@ RUNS = {
 
 def work(rank: int, count: int, folder: Path, target: Path, store_folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(count)}  # as on machines of one GPU each
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count)
     world = World(rank, folder, target, Store.open(store_folder))
     for name, settings in RUNS.items():
@@ -76,12 +76,17 @@ class World:
 
 
 def same_bits_again(world: World) -> None:
-    """Go on from the middle of `whole`, on the same number of ranks."""
-    if world.rank == 0:
-        shutil.copytree(world.folder / "whole", world.folder / "again")
-        shutil.rmtree(world.folder / "again/checkpoints/step-00000006")
-    dist.barrier()
-    world.train("again", **RUNS["whole"])
+    """Go on from the middle of a run, on the same number of ranks; and from the middle of an undivided one, divided."""
+    for name, again, settings in (
+        ("whole", "again", "whole"),
+        ("sharded", "sharded_again", "sharded"),
+        ("whole", "divided", "sharded"),
+    ):
+        if world.rank == 0:
+            shutil.copytree(world.folder / name, world.folder / again)
+            shutil.rmtree(world.folder / again / "checkpoints/step-00000006")
+        dist.barrier()
+        world.train(again, **RUNS[settings])
 
 
 def mixed(world: World) -> None:

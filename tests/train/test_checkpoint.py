@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from draftsmith.errors import CheckpointError
+from draftsmith.train import checkpoint
 from draftsmith.train.checkpoint import (
     CheckpointWriter,
     checkpoints_in,
@@ -64,12 +67,12 @@ def test_a_write_that_fails_is_raised_at_the_next_step_and_leaves_the_checkpoint
 def test_killed_at_any_call_the_checkpoint_before_or_the_new_one_is_complete(tmp_path, trainer):
     draft, optimizer = weights(trainer), dict(optimizer_tensors(trainer.learner))
     config, folder = trainer.draft.config, tmp_path / "checkpoints"
-    write_checkpoint(folder, 1, config, draft, optimizer, keep=1)
+    write_checkpoint(folder, {"step": 1, "updates": 1}, config, draft, optimizer, keep=1)
     for calls_before_the_kill in range(100):
         child = os.fork()
         if child == 0:
             _die_after(calls_before_the_kill)
-            write_checkpoint(folder, 2, config, draft, optimizer, keep=1)
+            write_checkpoint(folder, {"step": 2, "updates": 2}, config, draft, optimizer, keep=1)
             os._exit(0)
         killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
         newest = checkpoints_in(folder)[-1]
@@ -78,7 +81,7 @@ def test_killed_at_any_call_the_checkpoint_before_or_the_new_one_is_complete(tmp
             break
         shutil.rmtree(folder / "step-00000002", ignore_errors=True)
         if not checkpoints_in(folder):
-            write_checkpoint(folder, 1, config, draft, optimizer, keep=1)
+            write_checkpoint(folder, {"step": 1, "updates": 1}, config, draft, optimizer, keep=1)
     assert calls_before_the_kill > 8
     assert [path.name for path in checkpoints_in(folder)] == ["step-00000002"]
 
@@ -104,6 +107,23 @@ def test_a_failure_in_validation_leaves_the_steps_before_it(tmp_path, tiny_targe
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert load_checkpoint(tmp_path / "checkpoints/step-00000002", trainer.learner, trainer.head) == 2
+
+
+@pytest.mark.parametrize(("settings", "saved"), [({"validate_every_steps": 2}, 2), ({"max_steps": 3}, 3)])
+def test_what_ends_the_process_in_validation_loses_no_step(tmp_path, tiny_target, store, settings, saved, monkeypatch):
+    """The checkpoint is whole before validation begins, however long it takes to write."""
+    monkeypatch.setattr(checkpoint, "save_file", lambda *arguments: (time.sleep(0.2), save_file(*arguments)))
+    trainer = make_trainer(tmp_path, tiny_target, store, **{"checkpoint_every_steps": 2, **settings})
+    there = []
+
+    def validate():
+        there.append(load_checkpoint(checkpoints_in(tmp_path / "checkpoints")[-1], trainer.learner, trainer.head))
+        raise ZeroDivisionError
+
+    trainer.validate = validate
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert there == [saved]
 
 
 def test_checkpoints_count_optimizer_steps_however_many_passes_each_takes(tmp_path, tiny_target, store):

@@ -10,7 +10,7 @@ from draftsmith import signals
 from draftsmith.draft.loss import teacher_of
 from draftsmith.errors import CheckFailed, CheckpointError, DataError, Interrupted
 from draftsmith.train.batches import flat_batch, padded
-from draftsmith.train.checkpoint import checkpoints_in, load_checkpoint
+from draftsmith.train.checkpoint import CheckpointWriter, checkpoints_in, load_checkpoint
 from draftsmith.train.metrics import read_metrics
 from tests.train.builders import build_store, features_of, make_trainer, work_on
 
@@ -109,6 +109,30 @@ def test_a_batch_that_nobody_answered_in_changes_nothing(tmp_path, tiny_target, 
     before = weights(trainer)
     launched = trainer.train_step(work_on(trainer, silent), 0)
     assert launched.figures()["loss"] == 0
+    assert_same_bits(before, weights(trainer))
+
+
+def test_a_batch_that_nobody_answered_in_is_no_update_before_and_after_a_resume(tmp_path, tiny_target, store, samples):
+    silent = [dataclasses.replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) for sample in samples[:3]]
+    unbroken, resumed = (make_trainer(tmp_path / name, tiny_target, store, weight_decay=0.1) for name in "ab")
+    unbroken.train_step(work_on(unbroken, samples[:3]), 0)
+    before = weights(unbroken)
+    unbroken.train_step(work_on(unbroken, silent), 1)
+    assert_same_bits(before, weights(unbroken))
+    with CheckpointWriter(tmp_path / "checkpoints", 1, writes=True) as saver:
+        saver.save(2, unbroken.learner)
+    assert load_checkpoint(tmp_path / "checkpoints/step-00000002", resumed.learner, resumed.head) == 2
+    for trainer in (unbroken, resumed):
+        trainer.train_step(work_on(trainer, samples[3:6]), 2)
+    assert_same_bits(weights(unbroken), weights(resumed))
+
+
+def test_a_gradient_that_is_not_finite_stops_where_the_loss_is(tmp_path, tiny_target, store, samples):
+    trainer = make_trainer(tmp_path, tiny_target, store)
+    trainer.draft.fc.weight.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+    before = weights(trainer)
+    with pytest.raises(CheckFailed, match=r"loss \d.* gradient norm inf, on samples s1, s3"):
+        trainer.train_step(work_on(trainer, [samples[1], samples[3]]), 0).figures()
     assert_same_bits(before, weights(trainer))
 
 

@@ -58,11 +58,16 @@ def test_two_ranks_train_as_one_process_does(tmp_path, tiny_target, store, toget
         assert found == pytest.approx(expected, rel=1e-4), figure
 
 
-def test_both_ranks_leave_the_same_bits_and_a_resumed_pair_too(together):
-    first, second, again = left_by(together, "whole"), left_by(together, "whole", 1), left_by(together, "again")
+@pytest.mark.parametrize(("run", "resumed"), [("whole", "again"), ("sharded", "sharded_again")])
+def test_both_ranks_leave_the_same_bits_and_a_resumed_pair_too(together, run, resumed):
+    first, second, again = left_by(together, run), left_by(together, run, 1), left_by(together, resumed)
     for name in first:
         assert torch.equal(first[name], second[name])
         assert torch.equal(first[name], again[name])
+
+
+def test_a_run_goes_on_divided_from_a_checkpoint_of_one_that_was_not(together):
+    assert_close(left_by(together, "divided"), left_by(together, "whole"))
 
 
 def test_one_rank_then_two_then_one_train_as_one_does(tmp_path, tiny_target, store, together):

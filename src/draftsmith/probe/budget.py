@@ -24,6 +24,7 @@ UTILIZATION = 0.3  # of peak arithmetic, in prefill and in training
 WRITE_BYTES_PER_SECOND = 2**30  # of a local NVMe disk; measured 1.1 GB/s with SmolLM2 on an H200
 CORE_FLOPS = 80e9  # one AVX2 core: 32 float32 operations a cycle at 2.5 GHz
 UNKNOWN_GPU_FLOPS = 989e12
+LOGITS_BYTES = 480 << 20  # of the student's, in memory at a time: `fast_loss.STUDENT_BYTES`
 MILLION = 1_000_000
 
 
@@ -219,12 +220,20 @@ def training_flops_per_token(draft: DraftConfig, unroll_steps: int) -> int:
 def trainer_bytes(draft: DraftConfig, train: Train, document_tokens: int, state_bytes: int) -> tuple[int, int]:
     """(weights, what backward keeps) of one trainer.
 
-    Weights: float32 masters, gradients and two moments; the embedding in float32; the teacher's embedding and head.
-    Backward keeps of each unroll step activations of the layer, logits and log-probabilities with the teacher's, and
-    the attention weights of whole documents: training as it is written, in its plain form.
+    Weights: float32 masters, gradients and two moments; the teacher's head, and the embedding that it shares with the
+    draft. Backward keeps the buffers of each unroll step (`draft/fast_unroll.py`), the batch's states, one chunk of
+    logits, and the matrices in the dtype to compute in. In the plain form that judges it: activations of the layer,
+    logits and log-probabilities with the teacher's, and the attention weights of whole documents.
     """
-    weights = 16 * sum(draft_parameters(draft)) + (4 + 2 * state_bytes) * draft.vocab_size * draft.hidden_size
-    tokens = _tokens_at_once(train)
+    parameters, tokens = draft_parameters(draft), _tokens_at_once(train)
+    weights = 16 * sum(parameters) + 2 * state_bytes * draft.vocab_size * draft.target_hidden_size
+    if train.kernels == "auto":
+        queries, keys = (heads * draft.head_dim for heads in (draft.num_attention_heads, draft.num_key_value_heads))
+        of_step = 2 * queries + 4 * keys + 3 * draft.hidden_size + 2 * draft.intermediate_size
+        states = (len(draft.aux_layer_ids) + 1) * draft.target_hidden_size
+        matrices = state_bytes * (sum(parameters) + parameters[2])  # the teacher's rows of the draft vocabulary too
+        logits = min(LOGITS_BYTES, state_bytes * tokens * train.unroll_steps * draft.draft_vocab_size)
+        return weights, state_bytes * tokens * (train.unroll_steps * of_step + states) + matrices + logits
     activations = state_bytes * (14 * draft.hidden_size + 4 * draft.intermediate_size)
     logits = (state_bytes + 4 + 4) * draft.draft_vocab_size
     attention = (state_bytes + 4) * draft.num_attention_heads * min(document_tokens, tokens)

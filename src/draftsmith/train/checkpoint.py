@@ -49,9 +49,10 @@ class CheckpointWriter:
         if self.writes:
             if learner.device.type == "cuda":
                 torch.cuda.synchronize(learner.device)
+            state = {"step": step, "updates": updates_of(learner)}
             config = learner.draft.config
             self.in_flight = self.thread.submit(
-                write_checkpoint, self.folder, step, config, draft, optimizer, self.keep
+                write_checkpoint, self.folder, state, config, draft, optimizer, self.keep
             )
 
     def wait(self) -> None:
@@ -87,20 +88,29 @@ class CheckpointWriter:
             self.wait()
 
 
+def updates_of(learner: Learner) -> int:
+    """Optimizer steps that changed the weights, by which AdamW corrects its moments; what taught nothing is none."""
+    return int(next(iter(learner.optimizer.state.values()))["step"])
+
+
 def write_checkpoint(
-    folder: Path, step: int, config: DraftConfig, draft: Tensors, optimizer: Tensors, keep: int
+    folder: Path, state: dict[str, int], config: DraftConfig, draft: Tensors, optimizer: Tensors, keep: int
 ) -> None:
     """Write a checkpoint, then delete all but the newest `keep`.
+
+    Args:
+        state: `step`, the optimizer steps done, and `updates` among them.
 
     Raises:
         CheckpointError: the disk does not take it.
     """
+    step = state["step"]
     try:
         with atomic_folder(folder / f"step-{step:08d}") as aside:
             write_draft(aside, config, draft)
             save_file(optimizer, aside / "optimizer.safetensors")
             digest = hash_file(aside / "optimizer.safetensors")
-            write_json(aside / "state.json", {"step": step, "optimizer_sha256": digest})
+            write_json(aside / "state.json", {**state, "optimizer_sha256": digest})
         for old in checkpoints_in(folder)[:-keep]:
             shutil.rmtree(old)
     except (OSError, SafetensorError) as error:
@@ -129,10 +139,11 @@ def load_checkpoint(folder: Path, learner: Learner, head: TargetHead) -> int:
             raise ValueError("the checksum of optimizer.safetensors differs")
         tensors = load_file(folder / "optimizer.safetensors")
         step = int(state["step"])
+        updates = float(state.get("updates", step))  # an earlier version did not count them
         for name, held in weights.held.items():
             held.data.copy_(weights.part(name, there[name]))
             moments = {m: weights.part(name, tensors[f"{name}.{m}"].to(held.device)) for m in MOMENTS}
-            learner.optimizer.state[held] = {"step": torch.tensor(float(step), device=held.device), **moments}
+            learner.optimizer.state[held] = {"step": torch.tensor(updates, device=held.device), **moments}
         for name, average in learner.averages.items():
             average.copy_(weights.part(name, tensors[f"{name}.average"].to(average.device)))
     except (OSError, SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:

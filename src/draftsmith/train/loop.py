@@ -146,9 +146,11 @@ class Trainer:
                     saved = done_steps
                     self.record("checkpoint", step=done_steps, **shown)
                 if done_steps % settings.validate_every_steps == 0 and done_steps < self.total_steps:
+                    saver.wait()  # what ends the process in here loses no step that was saved
                     log.add("validation", done_steps, self.validate())
             if saved < self.total_steps:
                 saver.save(self.total_steps, self.learner)
+            saver.wait()
             figures = self.validate()
             log.add("validation", self.total_steps, figures)
         return figures
