@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -15,6 +18,8 @@ from draftsmith.errors import RequestError, StoreError
 from draftsmith.pipeline import run_stage
 from draftsmith.rundir import RunPaths, read_events
 from draftsmith.store.manifest import read_manifest, write_manifest
+from draftsmith.train.checkpoint import checkpoints_in
+from draftsmith.train.metrics import read_metrics
 from tests.test_pipeline import write_recipe
 
 
@@ -30,10 +35,13 @@ def extracted(tmp_path_factory, tiny_target):
     return folder
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "draftsmith"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
 def torchrun(folder, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "draftsmith", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=300)
+    command = [*TORCHRUN, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
 
 
 def test_torchrun_trains_on_all_ranks_and_the_first_alone_records_and_prints(extracted):
@@ -51,6 +59,28 @@ def test_torchrun_trains_on_all_ranks_and_the_first_alone_records_and_prints(ext
     assert again.returncode == 0, again.stderr
     assert again.stdout.splitlines() == recorded["summary"]
     assert read_events(paths)[-1]["event"] == "skipped"
+
+
+def test_torchrun_that_is_told_to_stop_leaves_a_checkpoint_and_goes_on_from_it(extracted, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(extracted, folder, ignore=lambda at, names: {"train"} & {*names} if at.endswith("tiny") else set())
+    paths = RunPaths(folder / "runs/tiny")
+    command = ["train", "recipe.yaml", "train.max_steps=120", "train.log_every_steps=1"]
+    command += ["train.checkpoint_every_steps=1000"]
+    before = len(read_events(paths))
+    process = subprocess.Popen([*TORCHRUN, *command], cwd=folder, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not read_metrics(paths.stage("train")):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) != 0
+    (left,) = checkpoints_in(paths.checkpoints)
+    assert 0 < int(left.name.removeprefix("step-")) < 120
+    done = torchrun(folder, *command)
+    assert done.returncode == 0, done.stderr
+    events = [event["event"] for event in read_events(paths)[before:] if event["event"] != "checkpoint"]
+    assert events == ["started", "interrupted", "resumed", "done"]
+    steps = [line["step"] for line in read_metrics(paths.stage("train")) if line["split"] == "train"]
+    assert steps == [*range(1, 121)]
 
 
 def test_states_that_the_final_norm_was_applied_to_are_refused(extracted):
