@@ -47,6 +47,7 @@ def measured(
     forecast_share: float = 1.0,
     sampled: Any = (),
     within: Any = None,
+    spread: float = 1.0,
     **served: Any,
 ) -> dict[str, Any]:
     """A machine whose steps always take the same, with such a share of the forecast's speed-up."""
@@ -55,7 +56,7 @@ def measured(
     speedup = forecast_share * (1 + sum(RATES)) * target / (target + K * draft)
     for c in (1, 8):
         alone["chat", c] = {"repeats": [repeat(10.0 * c), repeat(12.0 * c)], "texts": [[1], [2]]}
-        ours = [repeat(10.0 * c * speedup, 16), repeat(12.0 * c * speedup, 16)]
+        ours = [repeat(10.0 * c * speedup * spread, 16), repeat(12.0 * c * speedup / spread, 16)]
         drafted["chat", c] = {"repeats": ours, "texts": [[1], [2]], "differences": list(differing)}
     greedy = {"name": "recorded trained", "method": "recorded", "draft": "trained", "per_position": RATES}
     greedy |= {"within_tokens": within or {}}
@@ -75,6 +76,12 @@ def test_a_machine_of_even_steps_is_as_fast_as_forecast():
     assert found["forecast"]["best"]["8"]["num_speculative_tokens"] == K
     assert found["forecast"]["stops_paying"] is None
     json.dumps(found, allow_nan=False)
+
+
+def test_repeats_twice_and_half_as_fast_are_as_fast_and_never_slower_than_nothing():
+    for one in measured(spread=2.0)["prompt_sets"]:
+        assert one["speedup"] == pytest.approx(2.25 / 1.2)
+        assert one["speedup_95"][0] > 0
 
 
 def test_a_forecast_of_twice_what_was_served_is_off_by_all_of_it():

@@ -338,8 +338,8 @@ def test_training_costs_what_the_real_loss_costs(documents: int, length: int, st
         loss.backward()
     assert training_flops_per_token(config, steps) * tokens == pytest.approx(counter.get_total_flops(), rel=0.15)
 
-    settings = Train(batch_tokens=tokens, unroll_steps=steps, kernels="plain")
-    weights, kept = trainer_bytes(config, settings, document_tokens=length, state_bytes=4)
+    settings = Train(batch_tokens=tokens, unroll_steps=steps)
+    weights, kept = trainer_bytes(config, settings, document_tokens=length, state_bytes=4, plain=True)
     assert 0.7 * kept < sum(storage.nbytes() for storage in saved.values()) <= kept
     trained = [p for p in matrices(draft) if p.requires_grad]
     assert weights == 4 * 4 * sum(p.numel() for p in trained) + 4 * sum(p.numel() for p in matrices(head))
@@ -360,6 +360,22 @@ def test_a_trainer_needs_what_was_measured_on_a_gpu_and_little_less() -> None:
     assert runs
     for run in runs:
         assert 1 <= full_workload(run["tokens"], run["steps"], 1024) / GIB / run["peak_gib"] < 1.15
+
+
+@pytest.mark.parametrize("train", [{"kernels": "plain"}, {"autocast": "none"}, {}])
+def test_a_trainer_on_a_gpu_computes_plainly_where_it_is_told_to_and_without_bfloat16(
+    tmp_path: Path, train: dict[str, Any]
+) -> None:
+    """By what it needs for documents of other lengths, which the fast computation does not care for."""
+    told = [
+        budget(
+            config_of("llama-3.1-8b"),
+            plan(tmp_path, prepare={"draft_vocab_size": 32_000, "max_length_tokens": length}, train=train),
+            weights=10**9, machine=NODE, free=2**50,
+        )["trainer memory"].detail.split(" of the backward")[0].split("assuming")[0]
+        for length in (1024, 4096)
+    ]  # fmt: skip
+    assert (told[0] == told[1]) is (not train)
 
 
 def test_longer_documents_need_no_more_memory() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from draftsmith.errors import CheckpointError
 from draftsmith.train import checkpoint
@@ -109,10 +108,20 @@ def test_a_failure_in_validation_leaves_the_steps_before_it(tmp_path, tiny_targe
     assert load_checkpoint(tmp_path / "checkpoints/step-00000002", trainer.learner, trainer.head) == 2
 
 
+class SlowestThread:
+    """Does a job when it is waited for, and no sooner."""
+
+    def submit(self, job, *arguments):
+        return SimpleNamespace(done=lambda: False, result=lambda: job(*arguments))
+
+    def shutdown(self, wait):
+        pass
+
+
 @pytest.mark.parametrize(("settings", "saved"), [({"validate_every_steps": 2}, 2), ({"max_steps": 3}, 3)])
 def test_what_ends_the_process_in_validation_loses_no_step(tmp_path, tiny_target, store, settings, saved, monkeypatch):
-    """The checkpoint is whole before validation begins, however long it takes to write."""
-    monkeypatch.setattr(checkpoint, "save_file", lambda *arguments: (time.sleep(0.2), save_file(*arguments)))
+    """The checkpoint is whole before validation begins, although the thread that writes it never gets to before."""
+    monkeypatch.setattr(checkpoint, "ThreadPoolExecutor", lambda **_: SlowestThread())
     trainer = make_trainer(tmp_path, tiny_target, store, **{"checkpoint_every_steps": 2, **settings})
     there = []
 

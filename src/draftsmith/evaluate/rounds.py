@@ -57,9 +57,8 @@ def round_starts(first: int, accepted: Iterable[int]) -> list[int]:
 def summarise(name: str, texts: list[Rounds], num_speculative_tokens: int, seed: int) -> Acceptance:
     """Acceptance over all rounds of some texts, in vLLM's definition, with figures by domain and by position."""
     accepted = [(a, weight) for text in texts for _, a, weight in text.each()]
-    rounds = sum(weight for _, weight in accepted)
+    rounds, joint = joint_rates(accepted, num_speculative_tokens)
     mean = share(sum(a * weight for a, weight in accepted), rounds)
-    joint = [share(sum(weight for a, weight in accepted if a > k), rounds) for k in range(num_speculative_tokens)]
     return Acceptance(
         name=name,
         num_speculative_tokens=num_speculative_tokens,
@@ -80,16 +79,25 @@ def summarise(name: str, texts: list[Rounds], num_speculative_tokens: int, seed:
     )
 
 
+def joint_rates(accepted: list[tuple[int, float]], num_speculative_tokens: int) -> tuple[float, list[float]]:
+    """How many rounds there are, and in which share of them draft token k and all before it are accepted.
+
+    Args:
+        accepted: a and weight of each round.
+    """
+    rounds = sum(weight for _, weight in accepted)
+    taken = [sum(weight for a, weight in accepted if a > k) for k in range(num_speculative_tokens)]
+    return rounds, [share(part, rounds) for part in taken]
+
+
 def within_tokens(texts: list[Rounds], num_speculative_tokens: int) -> dict[str, dict[str, Any]]:
     """Rounds of the first 32, 64, 128 … tokens of answers, as far as there are more: greedy texts come to repeat
     themselves, and what serving accepts depends on how long its answers are."""
     rounds = [(n, a, w) for text in texts for n, (_, a, w) in zip(text.written(), text.each(), strict=True)]
     found, tokens = {}, FEWEST_TOKENS
     while tokens <= max((n for n, *_ in rounds), default=0):
-        within = [(a, weight) for n, a, weight in rounds if n < tokens]
-        whole = sum(weight for _, weight in within)
-        joint = [share(sum(weight for a, weight in within if a > k), whole) for k in range(num_speculative_tokens)]
-        found[str(tokens)] = {"mean_acceptance_length": 1 + sum(joint), "per_position": joint, "rounds": whole}
+        within, joint = joint_rates([(a, w) for n, a, w in rounds if n < tokens], num_speculative_tokens)
+        found[str(tokens)] = {"mean_acceptance_length": 1 + sum(joint), "per_position": joint, "rounds": within}
         tokens *= 2
     return found
 

@@ -70,7 +70,11 @@ def check_prompt_sets(names: Sequence[str]) -> None:
     titles = [_title(name) for name in names]
     for name, title in zip(names, titles, strict=True):
         if titles.count(title) > 1:
-            raise RequestError(f"two sets are called {title}", where="evaluate.served.prompt_sets")
+            raise RequestError(
+                f"two sets are called {title}",
+                where="evaluate.served.prompt_sets",
+                hint="figures are told apart by it: rename one of the files",
+            )
         if name != HELD_OUT and not sum(1 for _ in _conversations(name)):
             raise _has_none(name)
 

@@ -217,27 +217,42 @@ def training_flops_per_token(draft: DraftConfig, unroll_steps: int) -> int:
     return 6 * (fc + unroll_steps * (layer + head)) + 2 * draft.target_hidden_size * draft.vocab_size
 
 
-def trainer_bytes(draft: DraftConfig, train: Train, document_tokens: int, state_bytes: int) -> tuple[int, int]:
+def trainer_bytes(
+    draft: DraftConfig, train: Train, document_tokens: int, state_bytes: int, *, plain: bool = False
+) -> tuple[int, int]:
     """(weights, what backward keeps) of one trainer.
 
     Weights: float32 masters, gradients and two moments; the teacher's head, and the embedding that it shares with the
-    draft. Backward keeps the buffers of each unroll step (`draft/fast_unroll.py`), the batch's states, one chunk of
-    logits, and the matrices in the dtype to compute in. In the plain form that judges it: activations of the layer,
-    logits and log-probabilities with the teacher's, and the attention weights of whole documents.
+    draft.
+
+    Args:
+        state_bytes: of a number in the dtype to compute in.
+        plain: by the plain computation that judges the fast one.
     """
-    parameters, tokens = draft_parameters(draft), _tokens_at_once(train)
-    weights = 16 * sum(parameters) + 2 * state_bytes * draft.vocab_size * draft.target_hidden_size
-    if train.kernels == "auto":
-        queries, keys = (heads * draft.head_dim for heads in (draft.num_attention_heads, draft.num_key_value_heads))
-        of_step = 2 * queries + 4 * keys + 3 * draft.hidden_size + 2 * draft.intermediate_size
-        states = (len(draft.aux_layer_ids) + 1) * draft.target_hidden_size
-        matrices = state_bytes * (sum(parameters) + parameters[2])  # the teacher's rows of the draft vocabulary too
-        logits = min(LOGITS_BYTES, state_bytes * tokens * train.unroll_steps * draft.draft_vocab_size)
-        return weights, state_bytes * tokens * (train.unroll_steps * of_step + states) + matrices + logits
+    weights = 16 * sum(draft_parameters(draft)) + 2 * state_bytes * draft.vocab_size * draft.target_hidden_size
+    tokens, steps = _tokens_at_once(train), train.unroll_steps
+    if plain:
+        return weights, tokens * steps * _plain_bytes(draft, min(document_tokens, tokens), state_bytes)
+    return weights, _fast_bytes(draft, tokens, steps, state_bytes)
+
+
+def _fast_bytes(draft: DraftConfig, tokens: int, steps: int, state_bytes: int) -> int:
+    """The buffers of each unroll step (`draft/fast_unroll.py`), the batch's states, one chunk of logits, and the
+    matrices in the dtype to compute in, with the teacher's rows of the draft vocabulary."""
+    fc, layer, head = draft_parameters(draft)
+    queries, keys = (heads * draft.head_dim for heads in (draft.num_attention_heads, draft.num_key_value_heads))
+    of_step = 2 * queries + 4 * keys + 3 * draft.hidden_size + 2 * draft.intermediate_size
+    states = (len(draft.aux_layer_ids) + 1) * draft.target_hidden_size
+    logits = min(LOGITS_BYTES, state_bytes * tokens * steps * draft.draft_vocab_size)
+    return state_bytes * (tokens * (steps * of_step + states) + fc + layer + 2 * head) + logits
+
+
+def _plain_bytes(draft: DraftConfig, document_tokens: int, state_bytes: int) -> int:
+    """Of a token and step: activations of the layer, logits and log-probabilities with the teacher's, and the attention
+    weights of whole documents."""
     activations = state_bytes * (14 * draft.hidden_size + 4 * draft.intermediate_size)
     logits = (state_bytes + 4 + 4) * draft.draft_vocab_size
-    attention = (state_bytes + 4) * draft.num_attention_heads * min(document_tokens, tokens)
-    return weights, tokens * train.unroll_steps * (activations + logits + attention)
+    return activations + logits + (state_bytes + 4) * draft.num_attention_heads * document_tokens
 
 
 def _tokens_at_once(train: Train) -> int:
@@ -321,7 +336,9 @@ def _check_training(draft: DraftConfig, train: Train, tokens: Tokens, share: flo
 
 def _check_trainer(draft: DraftConfig, recipe: Recipe, devices: Devices) -> Check:
     train, document_tokens = recipe.train, recipe.prepare.max_length_tokens
-    weights, kept = trainer_bytes(draft, train, document_tokens, 4 if devices.is_cpu else 2)
+    narrow = train.autocast == "bfloat16" or (train.autocast == "auto" and not devices.is_cpu)
+    plain = train.kernels == "plain" or not (narrow or devices.is_cpu)  # as `train.step.Learner` chooses
+    weights, kept = trainer_bytes(draft, train, document_tokens, 2 if narrow else 4, plain=plain)
     detail = (
         f"{size(weights)} of weights and optimizer, at most {size(kept)} for the backward pass of "
         f"{_tokens_at_once(train):,} tokens; assuming documents of {document_tokens:,} tokens, every token supervised"
