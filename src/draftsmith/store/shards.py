@@ -9,7 +9,7 @@
 
 The last state is kept where the loss needs it: before each token of the target's own. Elsewhere it is read as zeros.
 
-`writer.py` writes them, `shard_file.py` has one shard.
+`writer.py` writes them, `shard_file.py` has one shard's file, `mapped.py` one that is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,8 +29,8 @@ from draftsmith.records import Features
 from draftsmith.store.codec import CODECS
 from draftsmith.store.ledger import Entry, read_ledger
 from draftsmith.store.manifest import Manifest, read_manifest, refuse_differences
-from draftsmith.store.shard_file import LAST_OFFSETS, map_shard, taught
-from draftsmith.store.threads import one_core_threads
+from draftsmith.store.mapped import MappedShard
+from draftsmith.store.threads import THREADS, one_core_threads
 
 # Linux 5.14, `madvise(2)`: map what is in memory all at once, which costs a fraction of doing so page by page when it
 # is touched. What the system says to advice does not matter: without it, reading is slower.
@@ -56,13 +56,9 @@ class Store:
         self.domains = [domain for entry in entries for domain in entry.domains]
         self.splits = [split for entry in entries for split in entry.splits]
         self.lengths = [length for entry in entries for length in entry.lengths]
-        self._spans = [  # shard, place in it, first token, end
-            (number, place, start, stop)
-            for number, entry in enumerate(entries)
-            for place, (start, stop) in enumerate(pairwise(accumulate(entry.lengths, initial=0)))
-        ]
-        self.shards = [number for number, *_ in self._spans]
-        self._shards: dict[int, dict[str, torch.Tensor]] = {}
+        self.shards = [number for number, entry in enumerate(entries) for _ in entry.lengths]
+        self._places = [place for entry in entries for place in range(len(entry.lengths))]
+        self._shards: dict[int, MappedShard] = {}
         self._opening = [threading.Lock() for _ in entries]
         self._readers, self._fetchers = one_core_threads("read"), one_core_threads("fetch")
 
@@ -90,46 +86,54 @@ class Store:
         return CODECS[self.manifest.codec].decoded
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self.shards)
 
     def __iter__(self) -> Iterator[Features]:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> Features:
         """Raises StoreError if the shard that holds the sequence is damaged; names it."""
-        return self._read(index)
-
-    def _read(self, index: int, aux: torch.Tensor | None = None, last: torch.Tensor | None = None) -> Features:
-        """With its states in the memory that is given, [T, A, Ht] and [T, Ht]."""
-        number, place, start, stop = self._spans[index]
-        shard = self._shard(number)
+        shard, place = self._shard(self.shards[index]), self._places[index]
+        tokens = slice(*shard.span(place))
         return Features(
             id=self.sample_ids[index],
             domain=self.domains[index],
             split=self.splits[index],
-            input_ids=shard["input_ids"][start:stop].long(),
-            loss_mask=shard["loss_mask"][start:stop].bool(),
-            aux=self._states(shard, "aux", place, start, stop, aux),
-            last=self._last(shard, place, start, stop, last),
+            input_ids=shard.input_ids[tokens].long(),
+            loss_mask=shard.loss_mask[tokens].bool(),
+            aux=shard.read_aux(place),
+            last=shard.read_last(place),
         )
 
-    def read_into(self, indexes: Sequence[int], aux: torch.Tensor, last: torch.Tensor) -> list[Features]:
-        """Several sequences, checked, decoded and copied by several threads. Raises as `store[index]` does.
+    def read_into(
+        self, indexes: Sequence[int], aux: torch.Tensor, last: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Several sequences back to back, checked, decoded and copied by several threads. Raises as `__getitem__` does.
 
         Args:
-            aux: [tokens, A, Ht], memory of the CPU where the states are laid out back to back, in its dtype.
+            aux: [tokens, A, Ht], memory of the CPU where the states are laid out, in its dtype.
             last: [tokens, Ht], likewise.
 
         Returns:
-            The sequences, whose states are views of that memory.
+            Their input ids [tokens] int64, and loss masks [tokens] bool.
         """
+        tokens = len(aux)
+        input_ids, loss_mask = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, dtype=torch.bool)
 
-        def lay_out(index: int, start: int) -> Features:
-            stop = start + self.lengths[index]
-            return self._read(index, aux[start:stop], last[start:stop])
+        def lay_out(some: list[tuple[int, int]]) -> None:
+            for index, start in some:
+                shard, place = self._shard(self.shards[index]), self._places[index]
+                there, here = slice(*shard.span(place)), slice(start, start + self.lengths[index])
+                input_ids[here] = shard.input_ids[there]
+                loss_mask[here] = shard.loss_mask[there]
+                shard.read_aux(place, aux[here])
+                shard.read_last(place, last[here])
 
         starts = accumulate((self.lengths[index] for index in indexes), initial=0)
-        return list(self._readers.map(lay_out, indexes, starts))
+        of_threads = groupby(zip(indexes, starts, strict=False), lambda one: one[1] * THREADS // max(tokens, 1))
+        for _ in self._readers.map(lay_out, [list(some) for _, some in of_threads]):
+            pass
+        return input_ids, loss_mask
 
     def prefetch(self, indexes: Iterable[int]) -> None:
         """Begin to check the shards of sequences that will be read soon, and to bring those into memory.
@@ -143,54 +147,17 @@ class Store:
             self._fetchers.submit(self._bring_into_memory, of_shard)
 
     def _bring_into_memory(self, indexes: list[int]) -> None:
-        for number, place, start, stop in (self._spans[index] for index in indexes):
-            shard = self._shard(number)
-            first, end = shard[LAST_OFFSETS][place : place + 2].tolist() if LAST_OFFSETS in shard else (start, stop)
-            for tensor in (shard["aux"][start:stop], shard["last"][first:end]):
+        for index in indexes:
+            shard, place = self._shard(self.shards[index]), self._places[index]
+            spans = ((shard.aux, shard.span(place)), (shard.last, shard.last_span(place)))
+            for tensor in (states.parts[""][slice(*span)] for states, span in spans):
                 begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
                 for advice in (mmap.MADV_WILLNEED, MADV_POPULATE_READ):
                     _madvise(begin, tensor.data_ptr() + tensor.nbytes - begin, advice)
 
-    def _last(
-        self, shard: dict[str, torch.Tensor], place: int, start: int, stop: int, into: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The last states, and zeros where there are none."""
-        if LAST_OFFSETS not in shard:
-            return self._states(shard, "last", place, start, stop, into)
-        first, end = shard[LAST_OFFSETS][place : place + 2].tolist()
-        found = self._states(shard, "last", place, first, end, None)
-        last = found.new_empty(stop - start, found.shape[-1]) if into is None else into
-        kept = taught(shard["loss_mask"][start:stop].bool())
-        rows = kept.nonzero().squeeze(-1)
-        if len(rows) and int(rows[-1] - rows[0]) + 1 == len(rows):  # one answer: no rows to be found one by one
-            at, after = int(rows[0]), int(rows[-1]) + 1
-            last[:at].zero_()
-            last[at:after].copy_(found)
-            last[after:].zero_()
-        else:
-            last.index_fill_(0, (~kept).nonzero().squeeze(-1), 0)
-            last.index_copy_(0, rows, found.to(last.dtype))
-        return last
-
-    def _states(
-        self, shard: dict[str, torch.Tensor], name: str, place: int, start: int, stop: int, into: torch.Tensor | None
-    ) -> torch.Tensor:
-        codec, parts = CODECS[self.manifest.codec], {"": shard[name][start:stop]}
-        for key, tensor in shard.items():
-            stem, _, part = key.partition(".")
-            if stem == name and part in codec.ragged:
-                ends = shard[f"{key}.offsets"]
-                parts[part] = tensor[ends[place] : ends[place + 1]]
-            elif stem == name and part and not part.endswith(".offsets"):
-                parts[part] = tensor[start:stop]
-        if into is not None and into.dtype != codec.decoded:
-            return into.copy_(codec.decode(parts))
-        return codec.decode(parts, into)
-
-    def _shard(self, number: int) -> dict[str, torch.Tensor]:
-        """The tensors of a shard, mapped; checked the first time."""
+    def _shard(self, number: int) -> MappedShard:
+        """Checked the first time."""
         with self._opening[number]:
             if number not in self._shards:
-                entry = self.entries[number]
-                self._shards[number] = map_shard(self.folder / entry.shard, entry, self.manifest)
+                self._shards[number] = MappedShard(self.folder, self.entries[number], self.manifest)
             return self._shards[number]

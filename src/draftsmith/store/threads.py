@@ -12,8 +12,8 @@ THREADS = min(8, max(2, (os.cpu_count() or 1) // 2))
 _setting = threading.Lock()
 
 
-def one_core_threads(name: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(THREADS, name, initializer=_stay_on_one_core)
+def one_core_threads(name: str, count: int = THREADS) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, name, initializer=_stay_on_one_core)
 
 
 def _stay_on_one_core() -> None:

@@ -13,15 +13,17 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from draftsmith.draft.attention import Spans
 from draftsmith.records import Batch, Features
 from draftsmith.store.shards import Store
+from draftsmith.store.threads import one_core_threads
 
 OPEN_SHARDS = 32  # 8 GiB, of shards as large as extraction makes them
 T = TypeVar("T")
@@ -119,23 +121,34 @@ def read_batch(store: Store, indexes: Sequence[int], memory: BatchMemory, dtype:
     tokens, manifest = sum(store.lengths[index] for index in indexes), store.manifest
     aux = memory.take(f"aux {name}", (tokens, len(manifest.aux_layer_ids), manifest.hidden_size), dtype)
     last = memory.take(f"last {name}", (tokens, manifest.hidden_size), dtype)
-    return _flat(store.read_into(indexes, aux, last), aux, last)
+    input_ids, loss_mask = store.read_into(indexes, aux, last)
+    ids, lengths = zip(*((store.sample_ids[index], store.lengths[index]) for index in indexes), strict=True)
+    return _flat(ids, lengths, input_ids, loss_mask, aux, last)
 
 
 def flat_batch(samples: Sequence[Features]) -> Batch:
     """Samples back to back, without padding."""
-    aux, last = (torch.cat([getattr(sample, name) for sample in samples]) for name in ("aux", "last"))
-    return _flat(samples, aux, last)
+    ids, lengths = zip(*((sample.id, len(sample.input_ids)) for sample in samples), strict=True)
+    parts = ([getattr(sample, name) for sample in samples] for name in ("input_ids", "loss_mask", "aux", "last"))
+    return _flat(ids, lengths, *map(torch.cat, parts))
 
 
-def _flat(samples: Sequence[Features], aux: torch.Tensor, last: torch.Tensor) -> Batch:
-    lengths = torch.tensor([len(sample.input_ids) for sample in samples])
+def _flat(
+    ids: tuple[str, ...],
+    lengths: tuple[int, ...],
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    aux: torch.Tensor,
+    last: torch.Tensor,
+) -> Batch:
+    document = torch.from_numpy(np.repeat(np.arange(len(ids)), lengths))  # torch's wakes all cores for a few numbers
+    starts = torch.tensor(list(accumulate(lengths, initial=0)))
     return Batch(
-        sample_ids=tuple(sample.id for sample in samples),
-        input_ids=torch.cat([sample.input_ids for sample in samples]).long(),
-        loss_mask=torch.cat([sample.loss_mask for sample in samples]).bool(),
-        document=torch.repeat_interleave(torch.arange(len(samples)), lengths),
-        position=torch.cat([torch.arange(int(length)) for length in lengths]),
+        sample_ids=ids,
+        input_ids=input_ids.long(),
+        loss_mask=loss_mask.bool(),
+        document=document,
+        position=torch.arange(len(document)) - starts[document],
         aux=aux,
         last=last,
     )
@@ -204,7 +217,7 @@ def read_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
 
     A job begins only when what the one before the last returned is no longer in use: two memories suffice.
     """
-    with ThreadPoolExecutor(max_workers=1) as reader:
+    with one_core_threads("read ahead", count=1) as reader:
         ahead = None
         for job in jobs:
             coming = reader.submit(job)
