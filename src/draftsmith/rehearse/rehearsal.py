@@ -202,17 +202,26 @@ class Rehearsal:
         Raises:
             CheckFailed: the engine does not run the draft, or writes what the model would not have written.
         """
+        from draftsmith.rehearse.judge import judge
+        from draftsmith.target import DTYPES, pick_device
+
         prompts = [sample.input_ids for sample in self.samples if 8 <= len(sample.input_ids) <= 64][:PROMPTS]
         answer = self._decode_with_draft(facts, prompts)
-        wrong, tokens = self._not_greedy(plain, prompts, answer["token_ids"])
-        if wrong:
+        target = self.scaled.target.model_copy(update={"model": plain.path})
+        device, dtype = pick_device(self.scaled.target.device), DTYPES[_dtype(self.recipe)]
+        found = judge(plain, target, device, dtype, prompts, answer["token_ids"])
+        explained = f", where rounding explains {found.explained:.1f}" if found.explained else ""
+        if not found.own:
             raise CheckFailed(
-                f"{wrong} of {tokens} tokens that the engine wrote with the draft are not the model's own choice",
+                f"{found.others} of {found.tokens} tokens that the engine wrote with the draft are not the model's own "
+                f"choice{explained}",
                 where="decode",
                 hint=f"{self.folder} has prompts, answers and the engine's log; please report this architecture",
             )
         said = f"{answer['drafts']} rounds, {answer['accepted']} of {answer['draft_tokens']} draft tokens accepted"
-        return f"{said}; all {tokens} tokens are the model's own choice"
+        if not found.others:
+            return f"{said}; all {found.tokens} tokens are the model's own choice"
+        return f"{said}; {found.others} of {found.tokens} tokens are not the model's own choice{explained}"
 
     def _decode_with_draft(self, facts: TargetFacts, prompts: list[list[int]]) -> dict[str, Any]:
         from draftsmith.extract.engine_settings import engine_args, environment
@@ -235,22 +244,6 @@ class Rehearsal:
                 where="decode",
                 hint=f"{self.folder / 'decode.log'} is all that it wrote; probe says what this vLLM serves drafts for",
             ) from error
-
-    def _not_greedy(self, plain: TargetFacts, prompts: list[list[int]], answers: list[list[int]]) -> tuple[int, int]:
-        """Tokens that the reference would not have chosen, near-ties left aside; and how many there are."""
-        from draftsmith.evaluate.lossless import deviations
-        from draftsmith.target import DTYPES, load_target, pick_device
-
-        device = pick_device(self.scaled.target.device)
-        target = self.scaled.target.model_copy(update={"model": plain.path})
-        model = load_target(plain, target, device, DTYPES[_dtype(self.recipe)])
-        wrong = 0
-        for prompt, answer in zip(prompts, answers, strict=True):
-            with torch.inference_mode():
-                ids = torch.tensor([[*prompt, *answer]], device=device)
-                logits = model(input_ids=ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
-            wrong += sum(not found.tie for found in deviations(logits, answer))
-        return wrong, sum(map(len, answers))
 
     def _summary(self, report: dict[str, Any]) -> list[str]:
         """The table, with a remedy below the row that needs it, and the whole of what failed below all."""
