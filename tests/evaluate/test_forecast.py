@@ -55,6 +55,15 @@ def test_what_a_round_takes_besides_counts_against_the_draft():
     assert forecast([1.0, 1.6], slower, [1])[0].speedup == pytest.approx(1.6 / 2.0)
 
 
+def test_a_round_that_was_measured_takes_what_it_took_and_another_what_its_parts_take():
+    plain = costs(1.0, 0.1)
+    measured = StepCosts(plain.target_seconds, plain.draft_seconds, measured_rounds={(2, 1): 1.6, (2, 8): 1.7})
+    found = forecast([1.0, 1.5, 2.0, 2.2], measured, [1, 8])
+    assert [one.speedup for one in found] == pytest.approx(
+        [1.5 / 1.1, 2.0 / 1.6, 2.2 / 1.3, 1.5 / 1.1, 2.0 / 1.7, 2.2 / 1.3]
+    )
+
+
 def test_speculation_stops_paying_where_steps_begin_to_wait_for_arithmetic():
     lengths = acceptance_lengths([0.7, 0.5, 0.35, 0.25, 0.18])
     found = forecast(lengths, costs(1.0, 0.03, tokens_for_free=128), [1, 8, 32, 64, 128, 256])

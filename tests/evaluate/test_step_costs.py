@@ -57,6 +57,7 @@ def test_draft_steps_and_the_rest_of_a_round_are_told_apart_by_several_k(target,
     found = divide(sizes, rounds)
     assert found.draft_seconds == pytest.approx(concurrencies, abs=1e-9)
     assert found.round_seconds == pytest.approx(rest, abs=1e-9)
+    assert found.measured_rounds == rounds
 
 
 def test_of_one_k_alone_the_rest_of_a_round_is_counted_as_the_drafts():

@@ -5,7 +5,8 @@ each sequence, and gives L_K tokens to each; without a draft, one step of the ta
 
     speed-up(K, c) = L_K · T(c) / (T(c · (K + 1)) + K · D(c) + o)
 
-T and D are the seconds of a step of the target and of the draft by the tokens in it, o what a round takes besides. With
+T and D are the seconds of a step of the target and of the draft by the tokens in it, o what a round takes besides.
+Where rounds of just that K and c were measured, those seconds stand below the line, and the sum is for the others. With
 T constant, D / T = c and joint rates α, α², … this is theorem 3.8 of Leviathan, Kalman and Matias 2023, "Fast inference
 from transformers via speculative decoding". T is all but constant while a step waits for the weights to be read, and
 grows with its tokens once it waits for arithmetic: there speculation stops paying.
@@ -14,7 +15,7 @@ grows with its tokens once it waits for arithmetic: there speculation stops payi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from draftsmith.errors import RequestError
@@ -27,6 +28,7 @@ class StepCosts:
     target_seconds: Mapping[int, float]
     draft_seconds: Mapping[int, float]
     round_seconds: float = 0.0  # of a round besides: sampling, acceptance, scheduling
+    measured_rounds: Mapping[tuple[int, int], float] = field(default_factory=dict)  # whole ones, by (K, concurrency)
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,13 @@ def stops_paying(forecasts: Iterable[Forecast]) -> int | None:
 
 def _forecast(k: int, concurrency: int, length: float, costs: StepCosts) -> Forecast:
     alone = seconds_of(costs.target_seconds, concurrency, "the target's")
-    verify = seconds_of(costs.target_seconds, concurrency * (k + 1), "the target's")
-    draft = seconds_of(costs.draft_seconds, concurrency, "the draft's")
-    seconds = verify + k * draft + costs.round_seconds
+    seconds = costs.measured_rounds.get((k, concurrency)) or _seconds_of_round(k, concurrency, costs)
     return Forecast(k, concurrency, length, concurrency * length / seconds, length * alone / seconds)
+
+
+def _seconds_of_round(k: int, concurrency: int, costs: StepCosts) -> float:
+    verify = seconds_of(costs.target_seconds, concurrency * (k + 1), "the target's")
+    return verify + k * seconds_of(costs.draft_seconds, concurrency, "the draft's") + costs.round_seconds
 
 
 def seconds_of(measured: Mapping[int, float], tokens: int, whose: str) -> float:

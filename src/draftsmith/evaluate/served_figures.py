@@ -59,6 +59,10 @@ def make_served(
             "target_seconds": {str(n): seconds for n, seconds in costs.target_seconds.items()},
             "draft_seconds": {str(n): seconds for n, seconds in costs.draft_seconds.items()},
             "round_seconds": costs.round_seconds,
+            "measured_rounds": [
+                {"num_speculative_tokens": k, "concurrency": c, "seconds": seconds}
+                for (k, c), seconds in costs.measured_rounds.items()
+            ],
         },
         "forecast": {
             "acceptance_of": of["name"],

@@ -7,6 +7,7 @@ a step is a round of K draft tokens, and
     R(K, c) = T(c · (K + 1)) + K · D(c) + o
 
 which least squares divide between D and o where several K were measured; of one K alone, o is counted as the draft's.
+The division is for the other K: of those that were measured, a forecast takes the whole round.
 """
 
 from __future__ import annotations
@@ -65,4 +66,5 @@ def divide(target_seconds: Mapping[int, float], round_seconds: Mapping[tuple[int
     rows = [[k * (c == at) for at in concurrencies] + [1.0] * several for k, c in rests]  # [rounds, D(c) … and o]
     found, *_ = np.linalg.lstsq(np.array(rows, float), np.array(list(rests.values())), rcond=None)
     draft = {c: max(0.0, float(seconds)) for c, seconds in zip(concurrencies, found, strict=False)}
-    return StepCosts(dict(target_seconds), draft, max(0.0, float(found[-1])) if several else 0.0)
+    rest = max(0.0, float(found[-1])) if several else 0.0
+    return StepCosts(dict(target_seconds), draft, rest, dict(round_seconds))
