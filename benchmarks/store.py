@@ -156,7 +156,8 @@ def unmap(store: Store) -> None:
     """Let go of the pages of a store's shards, which the page cache would keep for as long as they are mapped."""
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for tensor in (tensor for shard in store._shards.values() for tensor in shard.values()):
+    states = [states for shard in store._shards.values() for states in (shard.aux, shard.last)]
+    for tensor in (tensor for one in states for tensor in one.parts.values()):
         first, end = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE, tensor.data_ptr() + tensor.nbytes
         advise(first, max(0, end - first), mmap.MADV_DONTNEED)
 
