@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +142,16 @@ def test_a_cut_parquet_file_is_an_error(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(DataError, match="not a whole Parquet file"):
         read(Source(path=str(file)))
+
+
+@pytest.mark.parametrize(("pack", "with_what"), [(gzip.compress, "gunzip"), (bz2.compress, "bunzip2")])
+def test_a_compressed_file_is_refused_with_what_unpacks_it(
+    tmp_path: Path, pack: Callable[[bytes], bytes], with_what: str
+) -> None:
+    path = tmp_path / "chats.jsonl.packed"
+    path.write_bytes(pack(b'{"messages": []}\n'))
+    with pytest.raises(DataError, match=rf"is compressed\n.*{with_what} --keep {path}"):
+        read(Source(path=str(path)))
 
 
 @pytest.mark.parametrize(("content", "said"), [(b"", "is empty"), (b"hello", "begins with b'hello'")])

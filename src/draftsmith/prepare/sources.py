@@ -30,6 +30,12 @@ ROLES = {
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _EXAMPLES = 3
 _HEAD_BYTES = 4096
+_COMPRESSED = {
+    b"\x1f\x8b": "gunzip --keep",
+    b"\x28\xb5\x2f\xfd": "zstd -d",
+    b"BZh": "bunzip2 --keep",
+    b"PK\x03\x04": "unzip",
+}
 _DEEPEST = 100  # lists and objects in one another; tools nest to about twenty, and Python's own encoder to some hundred
 _TOO_DEEP = f"lists and objects nested more than {_DEEPEST} deep"
 
@@ -117,6 +123,8 @@ def _records(source: Source, number: int) -> Iterator[tuple[str, Any]]:
         return _json_array(path, source.accept_truncated, number)
     if text.startswith(b"{"):
         return _json_lines(path, source.accept_truncated, number)
+    if packed := next((tool for magic, tool in _COMPRESSED.items() if head.startswith(magic)), None):
+        raise DataError("is compressed", where=str(path), hint=f"unpack it with `{packed} {path}`")
     raise DataError(
         "is empty" if not text else f"begins with {text[:20]!r}, which is no JSON array, JSON object or Parquet",
         where=str(path),
