@@ -145,8 +145,8 @@ def _flat(
     starts = torch.tensor(list(accumulate(lengths, initial=0)))
     return Batch(
         sample_ids=ids,
-        input_ids=input_ids.long(),
-        loss_mask=loss_mask.bool(),
+        input_ids=input_ids,
+        loss_mask=loss_mask,
         document=document,
         position=torch.arange(len(document)) - starts[document],
         aux=aux,
@@ -213,7 +213,7 @@ def fetched_ahead(items: Iterable[T], fetch: Callable[[T], None], count: int) ->
 
 
 def read_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """What each job returns, in order, the next one running in a thread while the one before is in use.
+    """What each job returns, in order, the next one running in a thread, on one core, while the one before is in use.
 
     A job begins only when what the one before the last returned is no longer in use: two memories suffice.
     """
