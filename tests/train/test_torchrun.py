@@ -14,6 +14,7 @@ import time
 import pytest
 
 from draftsmith import recipe, train
+from draftsmith.engine_server import free_port
 from draftsmith.errors import RequestError, StoreError
 from draftsmith.pipeline import run_stage
 from draftsmith.rundir import RunPaths, read_events
@@ -44,6 +45,11 @@ def torchrun(folder, *arguments):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
 
 
+def copy_without_train(extracted, folder):
+    shutil.copytree(extracted, folder, ignore=lambda at, names: {"train"} & {*names} if at.endswith("tiny") else set())
+    return folder
+
+
 def test_torchrun_trains_on_all_ranks_and_the_first_alone_records_and_prints(extracted):
     paths = RunPaths(extracted / "runs/tiny")
     done = torchrun(extracted, "train", "recipe.yaml", "--json", "train.log_every_steps=2")
@@ -61,9 +67,29 @@ def test_torchrun_trains_on_all_ranks_and_the_first_alone_records_and_prints(ext
     assert read_events(paths)[-1]["event"] == "skipped"
 
 
+def test_two_machines_make_the_draft_of_one_with_as_many_ranks(extracted, tmp_path):
+    """Each an agent of torchrun with a rank of its own, on a folder that both reach."""
+    folders = [copy_without_train(extracted, tmp_path / name) for name in ("one", "two")]
+    command = ["train", "recipe.yaml", "train.max_steps=4"]
+    done = torchrun(folders[0], *command)
+    assert done.returncode == 0, done.stderr
+    place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    agents = [
+        subprocess.Popen(
+            [*TORCHRUN[:3], *place, "--node-rank", str(node), "--nproc-per-node", "1", "-m", "draftsmith", *command],
+            cwd=folders[1], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    said = [agent.communicate(timeout=300)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert [text.count("held out:") for text in said] == [1, 0], "the first machine alone reports"
+    one, two = (RunPaths(folder / "runs/tiny").checkpoints / "final/model.safetensors" for folder in folders)
+    assert one.read_bytes() == two.read_bytes()
+
+
 def test_torchrun_that_is_told_to_stop_leaves_a_checkpoint_and_goes_on_from_it(extracted, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(extracted, folder, ignore=lambda at, names: {"train"} & {*names} if at.endswith("tiny") else set())
+    folder = copy_without_train(extracted, tmp_path / "copy")
     paths = RunPaths(folder / "runs/tiny")
     command = ["train", "recipe.yaml", "train.max_steps=120", "train.log_every_steps=1"]
     command += ["train.checkpoint_every_steps=1000"]
