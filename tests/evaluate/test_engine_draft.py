@@ -54,7 +54,7 @@ def test_a_flat_draft_of_the_other_engine_is_read_too(world: World, tmp_path: Pa
     from draftsmith.draft.names import rename_all, to_sglang
     from draftsmith.export.formats import sglang_config, tensors_to_ship, write_folder
 
-    config = sglang_config(world.trained.config, torch.float32, world.facts)
+    config = sglang_config(world.trained.config, torch.float32)
     write_folder(tmp_path, config, rename_all(tensors_to_ship(world.trained, torch.float32), to_sglang))
     draft, mismatches = load_engine_draft(tmp_path, world.facts, world.head)
     assert draft.config == world.trained.config

@@ -152,21 +152,28 @@ def test_sglang_is_refused_what_it_would_run_as_another_model(tmp_path, tiny_tar
 
 def test_sglang_gets_layer_ids_only_in_a_form_that_all_its_versions_read_alike(tmp_path, tiny_target):
     mla = make_facts(tiny_target, attention="mla")
-    gpt_oss = make_facts(tiny_target, text_model_type="gpt_oss")  # 8 layers
     own, other = make_draft(**PLAIN, aux_layer_ids=(2, 4, 5)), make_draft(**PLAIN, aux_layer_ids=(3, 4, 5))
     written = read_config(export_sglang(tmp_path / "mla", own, mla))["eagle_config"]
     assert written["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
-    written = read_config(export_sglang(tmp_path / "gpt_oss", own, gpt_oss))["eagle_config"]
-    assert "eagle_aux_hidden_state_layer_ids" not in written
-    for facts in (mla, gpt_oss):
-        with pytest.raises(CheckpointError, match=r"aux_layer_ids \[3, 4, 5\]"):
-            export_sglang(tmp_path / "other", other, facts)
+    with pytest.raises(CheckpointError, match=r"aux_layer_ids \[3, 4, 5\]"):
+        export_sglang(tmp_path / "other", other, mla)
     assert not sglang_obstacles(other.config, make_facts(tiny_target))
+
+
+@pytest.mark.parametrize("ids", [(2, 4, 5), (3, 4, 8)])
+def test_gpt_oss_gets_ids_that_sglang_takes_for_the_layers_whose_output_is_read(tmp_path, tiny_target, ids):
+    facts = make_facts(tiny_target, text_model_type="gpt_oss")
+    written = read_config(export_sglang(tmp_path, make_draft(**PLAIN, aux_layer_ids=ids), facts))["eagle_config"]
+    assert written["eagle_aux_hidden_state_layer_ids"] == [id - 1 for id in ids]
+    assert max(written["eagle_aux_hidden_state_layer_ids"]) < facts.num_hidden_layers, "which it would take as they are"
 
 
 def test_what_an_older_sglang_would_pass_over_is_said():
     plain = make_draft(**PLAIN).config
     assert sglang_requirements(plain) == []
-    for change in ({"fc_norm": True}, {"norm_output": True}, {"norm_before_fc": True}, {"aux_layer_ids": (2, 5)}):
-        assert len(sglang_requirements(dataclasses.replace(plain, **change))) == 1
+    for change in ({"fc_norm": True}, {"norm_output": True}, {"aux_layer_ids": (2, 5)}):
+        (need,) = sglang_requirements(dataclasses.replace(plain, **change))
+        assert "0.5.12.post1" in need
+    (need,) = sglang_requirements(dataclasses.replace(plain, norm_before_fc=True))
+    assert "0.5.17" in need
     assert AUX == 3

@@ -155,7 +155,7 @@ def test_vllm_runs_every_form_of_draft_as_it_was_trained(form: str, tmp_path: Pa
     target.teach(draft, texts, steps=120, texts_per_step=8, learning_rate=3e-3)
     folder = tmp_path / "draft"
     if form == "flat":
-        config = sglang_config(draft.config, torch.float32, target.facts)
+        config = sglang_config(draft.config, torch.float32)
         write_folder(folder, config, rename_all(tensors_to_ship(draft, torch.float32), to_sglang))
     else:
         write_vllm(folder, draft, torch.float32, str(model), target.facts, K)

@@ -69,12 +69,11 @@ def test_an_earlier_draft_keeps_its_vocabulary(tmp_path: Path, tiny_target: Path
     assert draft.d2t.equal(other.d2t)
 
 
-def write_flat(folder: Path, target: Path, draft: Draft, **tensors: torch.Tensor) -> None:
+def write_flat(folder: Path, draft: Draft, **tensors: torch.Tensor) -> None:
     """A draft as SGLang and the published ones have it, whose weights hold `tensors` too."""
-    facts = read_facts(str(target))
     shipped = {**tensors_to_ship(draft, torch.bfloat16), **tensors}
     del shipped["t2d"]  # which no engine reads
-    write_folder(folder, sglang_config(draft.config, torch.bfloat16, facts), rename_all(shipped, to_sglang))
+    write_folder(folder, sglang_config(draft.config, torch.bfloat16), rename_all(shipped, to_sglang))
 
 
 def test_training_goes_on_from_a_draft_in_an_engines_format(tmp_path: Path, tiny_target: Path, earlier: Path) -> None:
@@ -82,7 +81,7 @@ def test_training_goes_on_from_a_draft_in_an_engines_format(tmp_path: Path, tiny
     head = load_head(facts, torch.device("cpu"), torch.float32)
     trained = load_draft(earlier, head)
     write_vllm(tmp_path / "vllm", trained, torch.bfloat16, "target", facts, 3)
-    write_flat(tmp_path / "flat", tiny_target, trained, **{"embed_tokens.weight": head.embedding.bfloat16()})
+    write_flat(tmp_path / "flat", trained, **{"embed_tokens.weight": head.embedding.bfloat16()})
     (tmp_path / "flat/config.json").write_text(  # rotary frequencies of its own
         (tmp_path / "flat/config.json")
         .read_text()
@@ -116,7 +115,7 @@ def test_training_that_began_with_another_draft_of_the_same_name_is_stale(tmp_pa
 def test_a_draft_whose_embedding_was_trained_is_refused(tmp_path: Path, tiny_target: Path, earlier: Path) -> None:
     head = load_head(read_facts(str(tiny_target)), torch.device("cpu"), torch.float32)
     other = head.embedding.bfloat16() + 1
-    write_flat(tmp_path / "flat", tiny_target, load_draft(earlier, head), **{"embed_tokens.weight": other})
+    write_flat(tmp_path / "flat", load_draft(earlier, head), **{"embed_tokens.weight": other})
     with pytest.raises(CheckpointError, match="embedding that is not the target's"):
         first_draft(tmp_path, tiny_target, initial=str(tmp_path / "flat"))
 
@@ -124,6 +123,6 @@ def test_a_draft_whose_embedding_was_trained_is_refused(tmp_path: Path, tiny_tar
 def test_a_draft_whose_map_is_none_is_refused(tmp_path: Path, tiny_target: Path, earlier: Path) -> None:
     head = load_head(read_facts(str(tiny_target)), torch.device("cpu"), torch.float32)
     draft = load_draft(earlier, head)
-    write_flat(tmp_path / "flat", tiny_target, draft, d2t=draft.d2t + torch.arange(len(draft.d2t)))
+    write_flat(tmp_path / "flat", draft, d2t=draft.d2t + torch.arange(len(draft.d2t)))
     with pytest.raises(DataError, match="d2t seems to hold target ids"):
         first_draft(tmp_path, tiny_target, initial=str(tmp_path / "flat"))

@@ -5,9 +5,8 @@ layer ids are always written, for three readers assume three different things wh
 the root and in `transformer_layer_config`: vLLM 0.24 does not forward all of those at the root. So does the number of
 auxiliary states, which vLLM's Llama draft does not count from the ids at the root.
 
-SGLang: the flat format of SafeAILab. What is said of SGLang here was read in its source and pull requests, not run:
-`models/llama_eagle3.py` at 03d5a77 (before May 2026) and at ae77ec7 (a fork, mid-2026), and pull requests 24663
-(fc_norm, norm_output, any number of states), 25454 and 32334 (norm_before_fc; layer ids, see `sglang_obstacles`).
+SGLang: the flat format of SafeAILab (SGLang 0.5.17 `models/llama_eagle3.py`, `model_executor/model_runner_components/
+spec_aux_hidden_state.py`, and `set_eagle3_layers_to_capture` of each target's model; see `sglang_obstacles`).
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def write_sglang(folder: Path, draft: Draft, dtype: torch.dtype, facts: TargetFa
             hint="leave sglang out of export.formats, or train with other settings",
         )
     tensors = tensors_to_ship(draft, dtype)
-    write_folder(folder, sglang_config(draft.config, dtype, facts), rename_all(tensors, to_sglang))
+    write_folder(folder, sglang_config(draft.config, dtype), rename_all(tensors, to_sglang))
     return tensors
 
 
@@ -101,11 +100,13 @@ def vllm_config(
     }
 
 
-def sglang_config(config: DraftConfig, dtype: torch.dtype, facts: TargetFacts) -> dict[str, Any]:
+def sglang_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of the flat format. Ids at the root are canonical, for vLLM; those in `eagle_config` are SGLang's."""
-    eagle: dict[str, Any] = {"use_aux_hidden_state": True, "norm_before_fc": config.norm_before_fc}
-    if not _ids_are_left_to_sglang(facts):
-        eagle["eagle_aux_hidden_state_layer_ids"] = list(sglang_ids(config.aux_layer_ids))
+    eagle = {
+        "use_aux_hidden_state": True,
+        "norm_before_fc": config.norm_before_fc,
+        "eagle_aux_hidden_state_layer_ids": list(sglang_ids(config.aux_layer_ids)),
+    }
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_llama_config(config, dtype),
@@ -121,8 +122,9 @@ def sglang_config(config: DraftConfig, dtype: torch.dtype, facts: TargetFacts) -
 def sglang_obstacles(config: DraftConfig, facts: TargetFacts) -> list[str]:
     """Why SGLang would run another model than was trained; empty if it would not.
 
-    Explicit ids mean the layer whose output is read, but for two targets: DeepSeek-V2's family reads them as canonical
-    unless the first is 1 (pull request 25454), gpt-oss as canonical since pull request 32334 and not before.
+    Explicit ids mean the layer whose output is read, but for two targets. DeepSeek-V2's family reads them as canonical
+    unless the first is 1 (pull request 25454). gpt-oss does so where the largest is N, which none of ours is: canonical
+    ids end at N, and are written one less.
     """
     obstacles = []
     if config.norm_before_residual:
@@ -134,12 +136,6 @@ def sglang_obstacles(config: DraftConfig, facts: TargetFacts) -> list[str]:
             f"aux_layer_ids {list(config.aux_layer_ids)}: on DeepSeek's family, newer versions read ids one higher "
             "than older ones unless the first is 2"
         )
-    depth = facts.num_hidden_layers or 0
-    if _ids_are_left_to_sglang(facts) and config.aux_layer_ids != (2, depth // 2, depth - 3):
-        obstacles.append(
-            f"aux_layer_ids {list(config.aux_layer_ids)}: on gpt-oss, newer versions read ids one higher than older "
-            "ones; only SGLang's own 2, N//2, N-3, which need not be written, are safe"
-        )
     return obstacles
 
 
@@ -147,9 +143,9 @@ def sglang_requirements(config: DraftConfig) -> list[str]:
     """What an SGLang must have to run the draft as it was trained; older ones pass over the setting without a word."""
     needed = []
     if config.fc_norm or config.norm_output or len(config.aux_layer_ids) != 3:
-        needed.append("SGLang with pull request 24663 (May 2026), for fc_norm, norm_output or other than three states")
+        needed.append("SGLang 0.5.12.post1 or newer, for fc_norm, norm_output or other than three states")
     if config.norm_before_fc:
-        needed.append("SGLang with pull request 32334 (July 2026), for norm_before_fc")
+        needed.append("SGLang 0.5.17 or newer, for norm_before_fc")
     return needed
 
 
@@ -178,10 +174,6 @@ def tensors_to_ship(draft: Draft, dtype: torch.dtype) -> dict[str, torch.Tensor]
 
 def _ships_embedding(draft: Draft) -> bool:
     return draft.config.hidden_size != draft.config.target_hidden_size or draft.embed_tokens.weight.requires_grad
-
-
-def _ids_are_left_to_sglang(facts: TargetFacts) -> bool:
-    return facts.text_model_type == "gpt_oss"
 
 
 def _llama_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
