@@ -225,11 +225,12 @@ class Train(Section):
 
 
 class Served(Section):
-    """Speed in serving, by vLLM with and without the exported draft."""
+    """Speed in serving, by the engine with and without the exported draft."""
 
     enabled: bool = Field(False, description="Measure it, once the draft is exported")
-    url: str | None = Field(None, description="Running vLLM with the draft, http://host:8000; null: started here")
-    baseline_url: str | None = Field(None, description="Running vLLM without it; null: started here")
+    engine: Literal["vllm", "sglang"] | None = Field(None, description="null: serve.engine")
+    url: str | None = Field(None, description="Running engine with the draft, http://host:8000; null: started here")
+    baseline_url: str | None = Field(None, description="Running engine without it; null: started here")
     num_speculative_tokens: list[DraftTokens] = Field(
         default_factory=list, description="Draft tokens per round, each measured; []: as evaluated"
     )
@@ -287,7 +288,9 @@ class Serve(Section):
     tensor_parallel_size: PositiveInt = 1
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(None, description="null: the engine's own")
     engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="Further flags of the engine, such as max_model_len"
+        default_factory=dict,
+        description="Further flags of the engine; SGLang takes max_model_len, gpu_memory_utilization, max_num_seqs and "
+        "enable_prefix_caching by these names too",
     )
 
 

@@ -131,8 +131,8 @@ def seen_ids(texts: list[Text]) -> list[int]:
     return seen[: len(seen) * 9 // 10]
 
 
-def make_draft(facts: TargetFacts, head: TargetHead, ids: list[int]) -> Draft:
-    draft = Draft(draft_config(facts, DraftSettings(), len(ids), facts.aux_layer_ids or ()))
+def make_draft(facts: TargetFacts, head: TargetHead, ids: list[int], **form: Any) -> Draft:
+    draft = Draft(draft_config(facts, DraftSettings(**form), len(ids), facts.aux_layer_ids or ()))
     draft.initialise(head, ids, seed=0)
     return draft
 

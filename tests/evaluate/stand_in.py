@@ -1,4 +1,4 @@
-"""A real HTTP server that streams, counts and lists its model as vLLM does, and says what is easy to foretell."""
+"""A real HTTP server that streams, counts and lists its model as vLLM or SGLang does, and says what is easy to foretell."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ vllm:request_decode_time_seconds_count{{engine="0",model_name="tiny"}} 2.0
 class Engine:
     """Counts on from the prompt's last number: with a draft in rounds of two tokens, one of which was drafted."""
 
+    kind: str = "vllm"  # or "sglang"
     together: int = 1  # requests that it waits for before it answers
     drafting: bool = True
     slip: int | None = None  # place of an answer at which it says something else
@@ -49,15 +50,32 @@ class Engine:
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
         self.all_here.wait(30)
-        ids = [body["prompt"][-1] + 1 + i + (i == self.slip) for i in range(body["max_tokens"])]
+        prompt, tokens = body.get("prompt"), body.get("max_tokens")
+        if self.kind == "sglang":
+            prompt, tokens = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+        ids = [prompt[-1] + 1 + i + (i == self.slip) for i in range(tokens)]
         width = 2 if self.drafting else 1
         for start in range(0, len(ids), width):
             with self.lock:
                 self.steps += 1
-            yield {"choices": [{"text": "x", "token_ids": ids[start : start + width]}]}
-        yield {"choices": [], "usage": {"completion_tokens": len(ids)}}
+            if self.kind == "sglang":
+                yield self.sglang_event(ids[: start + width], start // width + 1, start + width >= tokens)
+            else:
+                yield {"choices": [{"text": "x", "token_ids": ids[start : start + width]}]}
+        if self.kind == "vllm":
+            yield {"choices": [], "usage": {"completion_tokens": len(ids)}}
         with self.lock:
             self.in_flight -= 1
+
+    def sglang_event(self, ids: list[int], rounds: int, ended: bool) -> dict[str, Any]:
+        """All that was written so far; the last says how, as `_calculate_spec_decoding_metrics` of SGLang 0.5.17 does."""
+        meta: dict[str, Any] = {"finish_reason": None, "completion_tokens": len(ids)}
+        if ended:
+            meta |= {"finish_reason": {"type": "length"}, "decode_throughput": (len(ids) - 1) / (rounds / 4)}
+        if ended and self.drafting:
+            meta |= {"spec_verify_ct": rounds, "spec_num_proposed_drafts": K * rounds}
+            meta |= {"spec_num_correct_drafts": rounds, "spec_correct_drafts_histogram": [0, rounds]}
+        return {"text": "x", "output_ids": ids, "meta_info": meta}
 
     def metrics(self) -> str:
         n = self.steps
@@ -69,21 +87,28 @@ class Engine:
 def serving(engine: Engine, rounds: Callable[[dict[str, Any]], Iterator[Any]] | None = None) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            text = '{"data": [{"id": "tiny"}]}' if self.path == "/v1/models" else engine.metrics()
-            self.send_response(200)
+            models = json.dumps({"data": [{"id": "tiny", "owned_by": engine.kind}]})
+            text = models if self.path == "/v1/models" else engine.metrics()
+            self.send_response(404 if (engine.kind, self.path) == ("sglang", "/metrics") else 200)
             self.end_headers()
             self.wfile.write(text.encode())
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if body["model"] != "tiny":
+            path = "/generate" if engine.kind == "sglang" else "/v1/completions"
+            if self.path != path or body.get("model", "tiny") != "tiny":
                 self.send_error(404, "no such model")
                 return
             self.send_response(200)
             self.end_headers()
             if not body.get("stream"):
-                likely = {f"token_id:{body['prompt'][-1] + 1}": -0.1}
-                self.wfile.write(json.dumps({"choices": [{"logprobs": {"top_logprobs": [likely]}}]}).encode())
+                answer: Any
+                if engine.kind == "sglang":
+                    answer = {"meta_info": {"output_top_logprobs": [[[-0.1, body["input_ids"][-1] + 1, None]]]}}
+                else:
+                    likely = {f"token_id:{body['prompt'][-1] + 1}": -0.1}
+                    answer = {"choices": [{"logprobs": {"top_logprobs": [likely]}}]}
+                self.wfile.write(json.dumps(answer).encode())
                 return
             for event in (rounds or engine.rounds)(body):
                 self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from draftsmith import engine_server, export
-from draftsmith.errors import CheckFailed, EngineError, MissingInputError, RequestError
+from draftsmith import engine_vllm, export
+from draftsmith.errors import CheckFailed, EngineError, MissingExtraError, MissingInputError, RequestError
 from draftsmith.evaluate import run
+from draftsmith.evaluate.served import check_served
 from draftsmith.recipe import Recipe
-from draftsmith.rundir import RunPaths
-from tests.evaluate.builders import PROMPTS, World, build_run, make_recipe
+from draftsmith.rundir import RunPaths, write_json
+from tests.evaluate.builders import PROMPTS, World, build_run, make_draft, make_recipe, seen_ids
 from tests.evaluate.stand_in import Engine, K, serving
+from tests.export.builders import PLAIN
 
 CONCURRENCY, REPEATS, TOKENS = [1, 3], 2, 8
 
 
 @pytest.fixture
 def recipe_of(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Recipe, RunPaths]]:
-    monkeypatch.setattr(engine_server, "_SETTLE_SECONDS", 0.001)
-    paths = build_run(world, tmp_path / "run")
+    monkeypatch.setattr(engine_vllm, "_SETTLE_SECONDS", 0.001)
+    return exported(build_run(world, tmp_path / "run"))
 
+
+@pytest.fixture
+def plain_recipe_of(world: World, tmp_path: Path) -> Callable[..., tuple[Recipe, RunPaths]]:
+    """Of a draft that SGLang can hold, too."""
+    draft = make_draft(world.facts, world.head, seen_ids(world.texts), **PLAIN)
+    return exported(build_run(replace(world, trained=draft, untrained=draft), tmp_path / "run"))
+
+
+def exported(paths: RunPaths) -> Callable[..., tuple[Recipe, RunPaths]]:
     def make(**served: Any) -> tuple[Recipe, RunPaths]:
         settings = {"enabled": True, "concurrency": CONCURRENCY, "repeats": REPEATS, "max_tokens": TOKENS} | served
         return make_recipe(paths, prompts=0, num_speculative_tokens=K, served=settings), paths
@@ -95,3 +108,61 @@ def test_serving_cannot_be_measured_before_the_export(world, tmp_path):
     paths = build_run(world, tmp_path)
     with pytest.raises(MissingInputError, match="`export` has not been done"):
         run(make_recipe(paths, prompts=0, served={"enabled": True}), paths)
+
+
+def test_sglang_is_measured_by_what_it_says_of_each_request(plain_recipe_of):
+    with serving(Engine("sglang", drafting=False)) as alone, serving(Engine("sglang")) as drafting:
+        recipe, paths = plain_recipe_of(engine="sglang", url=drafting, baseline_url=alone)
+        report = run(recipe, paths)
+    assert report["engine"] == "sglang"
+    served = [found for found in report["prompt_sets"] if found["method"] == "served"]
+    assert [found["concurrency"] for found in served] == CONCURRENCY
+    for found in served:
+        assert (found["per_position"], found["mean_acceptance_length"]) == ([1.0, 0.0], 2.0)
+        assert found["identical"]["identical"] == found["prompts"]
+    assert set(report["step_costs"]["target_seconds"]) == {"1", "3", "9"}
+    assert any(line.strip().startswith("in SGLang") for line in report["summary"])
+
+
+def test_figures_of_one_engine_are_not_taken_for_the_others(plain_recipe_of):
+    engines = [Engine(kind, drafting=drafting) for kind in ("vllm", "sglang") for drafting in (False, True)]
+    with serving(engines[0]) as alone, serving(engines[1]) as drafting:
+        assert run(*plain_recipe_of(engine="vllm", url=drafting, baseline_url=alone))["engine"] == "vllm"
+    with serving(engines[2]) as alone, serving(engines[3]) as drafting:
+        recipe, paths = plain_recipe_of(engine="sglang", url=drafting, baseline_url=alone)
+        assert run(recipe, paths)["engine"] == "sglang"
+        assert engines[2].bodies
+        assert engines[3].bodies
+
+
+def test_another_text_in_sglang_fails_by_its_own_log_probabilities(plain_recipe_of):
+    with serving(Engine("sglang", drafting=False)) as alone, serving(Engine("sglang", slip=3)) as drafting:
+        with pytest.raises(CheckFailed, match=r"4 of 4 texts .*at token 3.*not among its likeliest"):
+            run(*plain_recipe_of(engine="sglang", url=drafting, baseline_url=alone))
+
+
+@pytest.mark.parametrize(("runs", "wanted", "says"), [("sglang", "vllm", "SGLang"), ("vllm", "sglang", "vLLM")])
+def test_a_running_engine_of_the_other_kind_is_refused_with_the_setting(plain_recipe_of, runs, wanted, says):
+    with serving(Engine(runs, drafting=False)) as alone, serving(Engine(runs)) as drafting:
+        with pytest.raises(RequestError, match=f"{says} runs there, not") as caught:
+            run(*plain_recipe_of(engine=wanted, url=drafting, baseline_url=alone))
+    assert caught.value.hint == f"evaluate.served.engine={runs}"
+
+
+def test_a_draft_that_sglang_cannot_hold_is_refused_before_and_after_the_export(recipe_of):
+    recipe, paths = recipe_of(engine="sglang", url="http://127.0.0.1:9", baseline_url="http://127.0.0.1:9")
+    with pytest.raises(RequestError, match="cannot hold a draft with norm_before_residual") as early:
+        check_served(recipe)
+    write_json(paths.stage_file("export"), {"status": "done", "report": export.run(recipe, paths)})
+    with pytest.raises(RequestError, match="SGLang cannot hold this draft: norm_before_residual") as late:
+        run(recipe, paths)
+    for caught in (early, late):
+        assert "train.draft.norm_before_residual=false" in (caught.value.hint or "")
+
+
+def test_an_sglang_that_is_not_installed_is_missed_before_anything_is_trained(plain_recipe_of):
+    if importlib.util.find_spec("sglang"):
+        pytest.skip("SGLang is installed")
+    with pytest.raises(MissingExtraError, match="SGLang is not installed") as caught:
+        check_served(plain_recipe_of(engine="sglang")[0])
+    assert "sglang>=0.5.17" in (caught.value.hint or "")

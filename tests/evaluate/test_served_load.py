@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 
-from draftsmith.engine_server import EngineCounters, last_exception, parse_counters, read_counters, served_model
+from draftsmith import engine_vllm
+from draftsmith.engine_api import EngineCounters, Reply, Sampling
+from draftsmith.engine_server import last_exception
+from draftsmith.engine_vllm import parse_counters, read_counters
+from draftsmith.engines import served_model
 from draftsmith.errors import EngineError
-from draftsmith.evaluate.served_load import Burst, Reply, Sampling, ask_all, figures_of, tokens_of
+from draftsmith.evaluate.served_load import Burst, Running, ask_all, event_of, figures_of
 from tests.evaluate.stand_in import METRICS, Engine, serving
 
 
 def ask(url: str, prompts: list[list[int]], concurrency: int, max_tokens: int = 6, model: str = "tiny") -> Burst:
-    return ask_all(url, model, prompts, concurrency, Sampling(max_tokens, 0.0, seed=7), timeout_seconds=30)
+    running = Running(engine_vllm, url, model)
+    return ask_all(running, prompts, concurrency, Sampling(max_tokens, 0.0, seed=7), timeout_seconds=30)
 
 
 def test_so_many_are_in_flight_and_replies_keep_the_order_of_prompts() -> None:
@@ -30,7 +35,7 @@ def test_counters_are_those_of_the_burst_alone() -> None:
     engine = Engine(together=1, steps=100)
     with serving(engine) as url:
         burst = ask(url, [[1], [2]], concurrency=1)
-        assert served_model(url) == "tiny"
+        assert served_model(engine_vllm, url) == "tiny"
     assert burst.counters == EngineCounters(6, 12, 6, (6, 0), 1.5)
     found = figures_of(burst)
     assert (found["drafts"], found["accepted_per_position"], found["tokens"]) == (6, [6, 0], 12)
@@ -68,18 +73,20 @@ def test_a_refused_request_and_an_absent_server_are_named() -> None:
 
 
 def test_lines_that_carry_no_tokens_are_passed_over() -> None:
-    for line in ("", ": a comment", "data: [DONE]", 'data: {"choices": []}', 'data: {"choices": [{"text": ""}]}'):
-        assert tokens_of(line, "there") == []
+    for line in ("", ": a comment", "data: [DONE]"):
+        assert event_of(line, "there") is None
+    for event in ({"choices": []}, {"choices": [{"text": ""}]}):
+        assert engine_vllm.new_token_ids(event, 0, "there") == []
     with pytest.raises(EngineError, match="streams no JSON"):
-        tokens_of("data: {", "there")
+        event_of("data: {", "there")
 
 
 def test_latencies_follow_from_arrivals() -> None:
-    reply = Reply([1, 2, 3, 4, 5], sent=10.0, arrivals=[(10.5, 1), (10.6, 3), (10.9, 1)])
+    reply = Reply([1, 2, 3, 4, 5], sent=10.0, arrivals=[(10.5, 1), (10.6, 3), (10.9, 1)], last_event={})
     assert reply.first_token_seconds == pytest.approx(0.5)
     assert reply.gaps_seconds == pytest.approx([0.1, 0.3])
     assert reply.seconds_per_token == pytest.approx(0.1)
-    found = figures_of(Burst([reply, Reply([1], 9.9, [(10.0, 1)])], EngineCounters()))
+    found = figures_of(Burst([reply, Reply([1], 9.9, [(10.0, 1)], {})], EngineCounters()))
     assert found["seconds"] == pytest.approx(1.0)
     assert found["tokens_per_second"] == pytest.approx(6.0)
     assert found["inter_token_seconds"]["p50"] == pytest.approx(0.2)

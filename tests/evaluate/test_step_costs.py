@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.engine_server import EngineCounters
+from draftsmith.engine_api import EngineCounters
 from draftsmith.errors import EngineError, RequestError
 from draftsmith.evaluate.served_load import Burst, Reply
 from draftsmith.evaluate.step_costs import divide, seconds_per_step, sizes_of_target_steps
@@ -14,7 +14,7 @@ def burst(sequences: int, tokens: int, seconds: float, prompt_seconds: float, dr
     """Sequences of so many tokens, each of whose steps takes so long; reading the prompts delays all."""
     steps = drafts or tokens - 1
     engine_seconds = sequences * (prompt_seconds + steps * seconds)
-    replies = [Reply([0] * tokens, 0.0, [(1.0, tokens)]) for _ in range(sequences)]
+    replies = [Reply([0] * tokens, 0.0, [(1.0, tokens)], {}) for _ in range(sequences)]
     return Burst(replies, EngineCounters(drafts * sequences, decode_seconds=engine_seconds))
 
 

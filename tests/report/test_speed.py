@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from draftsmith import engine_server
+from draftsmith import engine_vllm
 from draftsmith import recipe as recipes
 from draftsmith.pipeline import run_all, run_stage
 from draftsmith.report import write_report
@@ -64,7 +64,7 @@ def test_the_speedup_is_a_figure_of_the_run_with_its_interval(copy):
 
 def test_serving_is_measured_on_top_of_a_finished_run_and_shown(finished, tmp_path, monkeypatch):
     copy = shutil.copytree(finished, tmp_path / "copy")
-    monkeypatch.setattr(engine_server, "_SETTLE_SECONDS", 0.001)
+    monkeypatch.setattr(engine_vllm, "_SETTLE_SECONDS", 0.001)
     before = (copy / "evaluate/acceptance.json").read_bytes()
     tree = (recorded_recipe(read_run(copy)) or {}) | {"run_dir": str(copy)}
     with serving(Engine(drafting=False)) as alone, serving(Engine()) as drafting:

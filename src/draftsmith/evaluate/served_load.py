@@ -1,4 +1,4 @@
-"""Load on an OpenAI-compatible server: so many requests in flight, each token's arrival put down.
+"""Load on an engine's server: so many requests in flight, each token's arrival put down.
 
 Every request writes exactly `max_tokens` tokens (`ignore_eos`), so that both engines do the same work. A server sends a
 chunk a step; with a draft, a chunk is a round and holds up to K + 1 tokens.
@@ -10,46 +10,23 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import count, pairwise
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import httpx
 import numpy as np
 
-from draftsmith.engine_server import EngineCounters, read_counters, settled_counters, tls
+from draftsmith.engine_api import Engine, EngineCounters, Reply, Sampling
+from draftsmith.engine_server import tls
 from draftsmith.errors import EngineError
 
 
 @dataclass(frozen=True)
-class Sampling:
-    max_tokens: int
-    temperature: float
-    seed: int
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What came for one prompt. Times are seconds on one clock for all."""
-
-    token_ids: list[int]
-    sent: float
-    arrivals: list[tuple[float, int]]  # of each chunk: when, and how many tokens
-
-    @property
-    def first_token_seconds(self) -> float:
-        return self.arrivals[0][0] - self.sent
-
-    @property
-    def gaps_seconds(self) -> list[float]:
-        """Between a chunk and the next."""
-        return [later - earlier for (earlier, _), (later, _) in pairwise(self.arrivals)]
-
-    @property
-    def seconds_per_token(self) -> float | None:
-        """Of the tokens after the first chunk, on the mean."""
-        tokens = sum(tokens for _, tokens in self.arrivals[1:])
-        return (self.arrivals[-1][0] - self.arrivals[0][0]) / tokens if tokens else None
+class Running:
+    engine: Engine
+    url: str
+    model: str
 
 
 @dataclass(frozen=True)
@@ -70,20 +47,20 @@ class Burst:
 
 
 def ask_all(
-    url: str, model: str, prompts: Sequence[list[int]], concurrency: int, sampling: Sampling, timeout_seconds: float
+    running: Running, prompts: Sequence[list[int]], concurrency: int, sampling: Sampling, timeout_seconds: float
 ) -> Burst:
     """Ask for every prompt, `concurrency` at a time: the next one as soon as one is answered.
 
     Raises:
         EngineError: the server refuses, breaks off, falls silent, or does not write what was asked for.
     """
-    before = read_counters(url)
-    replies = asyncio.run(_ask_all(url, model, prompts, concurrency, sampling, timeout_seconds))
-    return Burst(replies, settled_counters(url).since(before))
+    counted = running.engine.counting(running.url)
+    replies = asyncio.run(_ask_all(running, prompts, concurrency, sampling, timeout_seconds))
+    return Burst(replies, counted(replies))
 
 
 async def _ask_all(
-    url: str, model: str, prompts: Sequence[list[int]], concurrency: int, sampling: Sampling, timeout_seconds: float
+    running: Running, prompts: Sequence[list[int]], concurrency: int, sampling: Sampling, timeout_seconds: float
 ) -> list[Reply]:
     replies: dict[int, Reply] = {}
     numbers = count()
@@ -95,73 +72,59 @@ async def _ask_all(
 
         async def one_after_another() -> None:
             while (number := next(numbers)) < len(prompts):
-                body = request_body(model, prompts[number], sampling, number)
-                replies[number] = await _stream(client, f"{url}/v1/completions", body)
+                # The seed depends on the place of the prompt alone: the same with a draft and without.
+                own = replace(sampling, seed=sampling.seed + number)
+                replies[number] = await _stream(client, running, prompts[number], own)
 
         await asyncio.gather(*(one_after_another() for _ in range(min(concurrency, len(prompts)))))
     return [replies[number] for number in range(len(prompts))]
 
 
-def request_body(model: str, prompt: list[int], sampling: Sampling, number: int) -> dict[str, Any]:
-    """The seed depends on the place of the prompt alone: the same with a draft and without."""
-    return {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "seed": sampling.seed + number,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-    }
-
-
-async def _stream(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Reply:
+async def _stream(client: httpx.AsyncClient, running: Running, prompt: list[int], sampling: Sampling) -> Reply:
+    engine, url = running.engine, running.url + running.engine.STREAM_PATH
     ids: list[int] = []
     arrivals: list[tuple[float, int]] = []
+    last: dict[str, Any] = {}
     sent = time.perf_counter()
     try:
-        async with client.stream("POST", url, json=body) as response:
+        async with client.stream("POST", url, json=engine.stream_request(running.model, prompt, sampling)) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
                 raise EngineError(f"HTTP {response.status_code}: {text[:500]}", where=url)
             async for line in response.aiter_lines():
-                if new := tokens_of(line, url):
+                if (event := event_of(line, url)) is None:
+                    continue
+                last = event
+                if new := engine.new_token_ids(event, len(ids), url):
                     ids += new
                     arrivals.append((time.perf_counter(), len(new)))
     except httpx.HTTPError as error:
         raise EngineError(
-            f"broke off after {len(ids)} of {body['max_tokens']} tokens: {type(error).__name__} {error}".strip(),
+            f"broke off after {len(ids)} of {sampling.max_tokens} tokens: {type(error).__name__} {error}".strip(),
             where=url,
             hint="the same command, without --redo, goes on from the last figure",
         ) from error
-    if len(ids) != body["max_tokens"]:
-        raise EngineError(f"wrote {len(ids)} tokens, not the {body['max_tokens']} that were asked for", where=url)
-    return Reply(ids, sent, arrivals)
+    if len(ids) != sampling.max_tokens:
+        raise EngineError(f"wrote {len(ids)} tokens, not the {sampling.max_tokens} that were asked for", where=url)
+    return Reply(ids, sent, arrivals, last)
 
 
-def tokens_of(line: str, url: str) -> list[int]:
-    """Token ids in one line of an event stream; none in the lines between.
+def event_of(line: str, url: str) -> dict[str, Any] | None:
+    """What one line of an event stream says; None of the lines between.
 
     Raises:
-        EngineError: the line reports an error, or has text without ids.
+        EngineError: the line reports an error.
     """
-    if not line.startswith("data:"):
-        return []
     data = line.removeprefix("data:").strip()
-    if data == "[DONE]":
-        return []
+    if not line.startswith("data:") or data == "[DONE]":
+        return None
     try:
-        event = json.loads(data)
+        event: dict[str, Any] = json.loads(data)
     except ValueError as error:
         raise EngineError(f"streams no JSON: {data[:200]!r}", where=url) from error
     if "error" in event:
         raise EngineError(f"reports {json.dumps(event['error'])[:500]}", where=url)
-    choices = event.get("choices") or [{}]
-    ids = choices[0].get("token_ids")
-    if ids is None and choices[0].get("text"):
-        raise EngineError("streams text without token ids", where=url, hint="vLLM 0.24 or newer sends them")
-    return ids or []
+    return event
 
 
 def figures_of(burst: Burst) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 from markupsafe import Markup
 
 from draftsmith import __version__
+from draftsmith.engines import name_of
 from draftsmith.recipe import Served
 from draftsmith.report.commands import as_yaml, command, recorded_recipe
 from draftsmith.report.figures import (
@@ -69,6 +70,7 @@ def render(run: RunRecord, other: RunRecord | None, recipe: Path | None, made: d
         trained=prompt_set(run, "trained"),
         untrained=prompt_set(run, "untrained"),
         served=[found for found in run.served.get("prompt_sets") or [] if is_number(dig(found, "speedup"))],
+        served_by=name_of(run.served),
         served_settings=_served_settings(run),
         foretold=_foretold(run),
         compared=compare(run, other) if other else {},

@@ -17,13 +17,11 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     Raises:
         RequestError: the draft was not exported for this engine, or cannot be split over so many devices.
     """
-    from draftsmith.engine_commands import sglang_command, vllm_command
+    from draftsmith.engines import ENGINES, exported_draft
     from draftsmith.serve.draft_tokens import choose_draft_tokens
 
-    engine = recipe.serve.engine
-    folder = paths.export(engine)
-    if not folder.exists():
-        raise RequestError(_why_not_exported(paths, engine), where=f"serve.engine={engine}")
+    engine = ENGINES[recipe.serve.engine]
+    folder = exported_draft(paths, engine, f"serve.engine={engine.NAME}")
     manifest = json.loads((folder / "draftsmith.json").read_text(encoding="utf-8"))
     heads, devices = manifest["draft"]["num_attention_heads"], recipe.serve.tensor_parallel_size
     if heads % devices:
@@ -34,9 +32,10 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
         )
     facts = paths.read_facts()
     draft_tokens, notes = choose_draft_tokens(recipe, paths)
-    arguments = (vllm_command if engine == "vllm" else sglang_command)(recipe, facts, folder, draft_tokens)
+    arguments = engine.command(recipe, facts, folder, draft_tokens)
+    notes += engine.command_notes(arguments)
     return {
-        "engine": engine,
+        "engine": engine.NAME,
         "command": shlex.join(arguments),
         "arguments": arguments,
         "num_speculative_tokens": draft_tokens,
@@ -48,13 +47,3 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
             *(f"# {note}" for note in notes),
         ],
     }
-
-
-def _why_not_exported(paths: RunPaths, engine: str) -> str:
-    file = paths.stage_file("export")
-    left_out = (
-        json.loads(file.read_text(encoding="utf-8")).get("report", {}).get("left_out", {}) if file.exists() else {}
-    )
-    if engine in left_out:
-        return f"{engine} cannot hold this draft: {left_out[engine]}"
-    return f"{paths.export(engine)} is not there: export.formats leaves it out"

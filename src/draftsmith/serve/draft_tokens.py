@@ -31,11 +31,12 @@ def choose_draft_tokens(recipe: Recipe, paths: RunPaths) -> tuple[int, list[str]
 
 
 def _forecast_of_this_draft(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
-    """By concurrency; empty if there is none, or only one of another draft."""
-    if not paths.served.exists() or not paths.export("vllm").exists():
+    """By concurrency; empty if there is none, or only one of another draft or engine."""
+    if not paths.served.exists():
         return {}
     served = json.loads(paths.served.read_text(encoding="utf-8"))
-    if served["draft_sha256"] != digest_draft(paths.export("vllm")):
+    folder = paths.export(served["engine"])
+    if served["engine"] != recipe.serve.engine or not folder.exists() or served["draft_sha256"] != digest_draft(folder):
         return {}
     found: dict[str, Any] = served["forecast"]["best"]
     return found

@@ -6,13 +6,14 @@ import subprocess
 import sys
 from typing import Any
 
-from draftsmith.engine_server import ask, engine_server, read_counters, served_model, settled_counters
-from draftsmith.errors import CheckFailed, EngineError, RequestError
+from draftsmith.engine_api import Engine
+from draftsmith.engine_server import engine_server
+from draftsmith.engines import ENGINES, served_model
+from draftsmith.errors import CheckFailed, EngineError
 from draftsmith.recipe import Recipe
 from draftsmith.signals import stop_requested
 
 SMOKE_PROMPT, SMOKE_TOKENS = "The quick brown fox jumps over the lazy dog. The quick brown fox", 32
-VLLM_PORT = 8000
 _POLL_SECONDS = 0.25
 
 
@@ -25,40 +26,33 @@ def serve_in_foreground(recipe: Recipe, report: dict[str, Any]) -> dict[str, Any
         what the request showed.
 
     Raises:
-        RequestError: the engine is not vLLM, whose counters are what shows that it drafts.
+        MissingExtraError: the engine is not installed.
         CheckFailed: it serves, and does not draft.
         EngineError: it did not come up, or ended by itself.
         Interrupted: a stop was asked for before it was up.
     """
-    if report["engine"] != "vllm":
-        raise RequestError("only vLLM is run; of SGLang the command is printed", where="serve --run")
-    url = _url(recipe)
+    engine, seconds = ENGINES[report["engine"]], recipe.evaluate.served.start_seconds
+    url = _url(recipe, engine)
     say(report["command"])
-    start = engine_server(
-        report["arguments"], url, log=None, start_seconds=recipe.evaluate.served.start_seconds, where="serve"
-    )
-    with start as process:
-        smoke = smoke_request(url)
+    with engine_server(engine, report["arguments"], url, log=None, start_seconds=seconds, where="serve") as process:
+        smoke = smoke_request(engine, url)
         say(f"{url} is healthy and drafts: {smoke['accepted_tokens']} of {smoke['draft_tokens']} draft tokens accepted")
         say("Ctrl-C ends it")
         _until_stopped(process)
     return {"url": url, **smoke, "summary": [f"{'serve':<9} ended on request"]}
 
 
-def smoke_request(url: str) -> dict[str, Any]:
+def smoke_request(engine: Engine, url: str) -> dict[str, Any]:
     """Ask for a few tokens, and see by the counters that they were drafted. Raises CheckFailed, EngineError."""
-    before = read_counters(url)
-    body = {"model": served_model(url), "prompt": SMOKE_PROMPT, "max_tokens": SMOKE_TOKENS, "temperature": 0}
-    answer = ask(url, "POST", "/v1/completions", body | {"ignore_eos": True}).json()
-    counted = settled_counters(url).since(before)
+    text, counted = engine.complete(url, served_model(engine, url), SMOKE_PROMPT, SMOKE_TOKENS)
     if not counted.drafts:
         raise CheckFailed(
             f"the engine answers and has drafted nothing in {SMOKE_TOKENS} tokens",
             where=url,
-            hint="see in its log whether it took --speculative-config",
+            hint="see in its log whether it took the draft",
         )
     return {
-        "text": answer["choices"][0]["text"],
+        "text": text,
         "drafts": counted.drafts,
         "draft_tokens": counted.draft_tokens,
         "accepted_tokens": counted.accepted_tokens,
@@ -74,10 +68,10 @@ def _until_stopped(process: subprocess.Popen[bytes]) -> None:
         raise EngineError(f"the engine ended by itself with status {status}", where="serve")
 
 
-def _url(recipe: Recipe) -> str:
+def _url(recipe: Recipe, engine: Engine) -> str:
     given = recipe.serve.engine_args
     host = given.get("host", "127.0.0.1")
-    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{recipe.serve.port or given.get('port', VLLM_PORT)}"
+    return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{recipe.serve.port or given.get('port', engine.PORT)}"
 
 
 def say(line: str) -> None:
