@@ -1,4 +1,4 @@
-"""A real HTTP server that streams, counts and lists its model as vLLM or SGLang does, and says what is easy to foretell."""
+"""A real HTTP server that streams, counts and lists its model as vLLM does, or SGLang, and says the foreseeable."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Engine:
             self.in_flight -= 1
 
     def sglang_event(self, ids: list[int], rounds: int, ended: bool) -> dict[str, Any]:
-        """All that was written so far; the last says how, as `_calculate_spec_decoding_metrics` of SGLang 0.5.17 does."""
+        """All that was written so far; in the end also how, as SGLang 0.5.17 `_calculate_spec_decoding_metrics`."""
         meta: dict[str, Any] = {"finish_reason": None, "completion_tokens": len(ids)}
         if ended:
             meta |= {"finish_reason": {"type": "length"}, "decode_throughput": (len(ids) - 1) / (rounds / 4)}

@@ -137,15 +137,17 @@ def test_figures_of_one_engine_are_not_taken_for_the_others(plain_recipe_of):
 
 def test_another_text_in_sglang_fails_by_its_own_log_probabilities(plain_recipe_of):
     with serving(Engine("sglang", drafting=False)) as alone, serving(Engine("sglang", slip=3)) as drafting:
+        recipe, paths = plain_recipe_of(engine="sglang", url=drafting, baseline_url=alone)
         with pytest.raises(CheckFailed, match=r"4 of 4 texts .*at token 3.*not among its likeliest"):
-            run(*plain_recipe_of(engine="sglang", url=drafting, baseline_url=alone))
+            run(recipe, paths)
 
 
 @pytest.mark.parametrize(("runs", "wanted", "says"), [("sglang", "vllm", "SGLang"), ("vllm", "sglang", "vLLM")])
 def test_a_running_engine_of_the_other_kind_is_refused_with_the_setting(plain_recipe_of, runs, wanted, says):
     with serving(Engine(runs, drafting=False)) as alone, serving(Engine(runs)) as drafting:
+        recipe, paths = plain_recipe_of(engine=wanted, url=drafting, baseline_url=alone)
         with pytest.raises(RequestError, match=f"{says} runs there, not") as caught:
-            run(*plain_recipe_of(engine=wanted, url=drafting, baseline_url=alone))
+            run(recipe, paths)
     assert caught.value.hint == f"evaluate.served.engine={runs}"
 
 

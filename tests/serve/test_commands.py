@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from draftsmith import engine_vllm, export, serve
+from draftsmith import engine_sglang, engine_vllm, export, serve
 from draftsmith import recipe as recipes
 from draftsmith.engines import ENGINES
 from draftsmith.errors import RequestError
@@ -66,6 +67,42 @@ def test_sglang_drafts_a_chain_of_as_many_tokens_as_vllm(paths, tiny_target):
     assert option(arguments, "--speculative-draft-model-path") == str(paths.export("sglang").resolve())
     steps = ["--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens", "--tp-size"]
     assert [option(arguments, name) for name in steps] == ["4", "1", "5", "2"]
+
+
+def test_sglangs_flags_are_words_and_those_that_are_off_are_not_there(paths, tiny_target):
+    given = {
+        "max_model_len": 64,
+        "cuda_graph_bs_decode": [1, 2],
+        "json_model_override_args": {"a": 1},
+        "page_size": None,
+    }
+    given |= {"disable_radix_cache": True, "enable_metrics": False}
+    sections = {"engine": "sglang", "port": 8123, "engine_args": given}
+    arguments = serve.run(make_recipe(tiny_target, serve=sections), paths)["arguments"]
+    first = arguments.index("--context-length")
+    words = ["--context-length", "64", "--cuda-graph-bs-decode", "1", "2", "--json-model-override-args", '{"a": 1}']
+    assert arguments[first : first + 10] == [*words, "--disable-radix-cache", "--port", "8123"]
+    assert not [word for word in arguments if "metrics" in word or "page-size" in word]
+
+
+def test_sglangs_cap_with_a_draft_is_told_unless_it_is_set(paths, tiny_target):
+    (note,) = serve.run(make_recipe(tiny_target, serve={"engine": "sglang"}), paths)["notes"]
+    assert "48 requests" in note
+    for name in ("max_running_requests", "max_num_seqs"):
+        sections = {"engine": "sglang", "engine_args": {name: 64}}
+        report = serve.run(make_recipe(tiny_target, serve=sections), paths)
+        assert (report["notes"], option(report["arguments"], "--max-running-requests")) == ([], "64")
+
+
+def test_sglang_alone_is_the_same_command_without_the_draft(tiny_target):
+    with_draft, alone = (
+        engine_sglang.command(make_recipe(tiny_target), make_facts(tiny_target), draft, 3, max_num_seqs=4, port=None)
+        for draft in (Path("draft"), None)
+    )
+    assert with_draft[: len(alone)] == alone
+    assert alone[-2:] == ["--max-running-requests", "4"]
+    assert not [word for word in alone if "speculative" in word]
+    assert engine_sglang.own_command(alone) == [sys.executable, *alone[1:]]
 
 
 def test_a_hub_target_keeps_the_revision_that_was_probed(tiny_target):
@@ -127,8 +164,9 @@ def test_the_fastest_of_the_forecast_is_served_where_there_is_one(paths, tiny_ta
     assert (own["num_speculative_tokens"], own["notes"]) == (4, [])
 
 
-def test_the_forecast_of_another_draft_chooses_nothing(paths, tiny_target):
-    leave_forecast(paths, {"1": {"num_speculative_tokens": 5, "speedup": 1.5}}, draft_sha256="another")
+@pytest.mark.parametrize("other", [{"draft_sha256": "another"}, {"engine": "sglang"}])
+def test_the_forecast_of_another_draft_or_engine_chooses_nothing(paths, tiny_target, other):
+    leave_forecast(paths, {"1": {"num_speculative_tokens": 5, "speedup": 1.5}}, **other)
     assert serve.run(make_recipe(tiny_target), paths)["num_speculative_tokens"] == 3
 
 

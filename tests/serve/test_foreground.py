@@ -1,4 +1,4 @@
-"""`serve --run` as a command, with a small server in the place of vLLM's: the processes and signals are real."""
+"""`serve --run` as a command, with a small server in the place of the engine's: the processes and signals are real."""
 
 from __future__ import annotations
 
@@ -40,7 +40,13 @@ class Handler(BaseHTTPRequestHandler):
         global rounds
         self.rfile.read(int(self.headers["Content-Length"]))
         rounds += 8 if os.environ["STAND_IN"] == "drafts" else 0
-        self.answer('{"choices": [{"text": " jumps"}]}')
+        drafted = {"spec_verify_ct": 8, "spec_num_proposed_drafts": 24, "spec_num_correct_drafts": 0}
+        drafted["spec_correct_drafts_histogram"] = [8]
+        answers = {
+            "/v1/completions": {"choices": [{"text": " jumps"}]},
+            "/generate": {"text": " jumps", "meta_info": drafted if rounds else {}},
+        }
+        self.answer(json.dumps(answers[self.path]))
 
     def answer(self, text):
         self.send_response(200)
@@ -53,28 +59,34 @@ ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-@pytest.fixture
-def command(tmp_path: Path, tiny_target: Path) -> dict[str, Any]:
+MODULES = {"vllm": "vllm/entrypoints/openai/api_server.py", "sglang": "sglang/launch_server.py"}
+
+
+@pytest.fixture(params=MODULES)
+def command(request: pytest.FixtureRequest, tmp_path: Path, tiny_target: Path) -> dict[str, Any]:
     """Arguments and environment of a `serve --run` on an exported run."""
-    module = tmp_path / "stand-in/vllm/entrypoints/openai"
-    module.mkdir(parents=True)
-    for folder in (module, *list(module.parents)[:2]):
-        (folder / "__init__.py").touch()
-    (module / "api_server.py").write_text(STAND_IN.replace("\\\\", "\\"))
+    module = tmp_path / "stand-in" / MODULES[request.param]
+    module.parent.mkdir(parents=True)
+    for folder in module.relative_to(tmp_path / "stand-in").parents[:-1]:
+        (tmp_path / "stand-in" / folder / "__init__.py").touch()
+    module.write_text(STAND_IN.replace("\\\\", "\\"))
     paths = trained_run(tmp_path / "run", tiny_target, **PLAIN)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    tree = {"name": "t", "run_dir": str(paths.root), "target": {"model": str(tiny_target)}, "serve": {"port": port}}
+    tree = {"name": "t", "run_dir": str(paths.root), "target": {"model": str(tiny_target)}}
+    tree["serve"] = {"port": port, "engine": request.param}
     recipe = recipes.parse(dict(tree))
     export.run(recipe, paths)
     for stage in ("probe", "export"):
         fingerprint = {"settings": settings_of(stage, recipe), "inputs": {}}
         write_json(paths.stage_file(stage), {"status": "done", "fingerprint": fingerprint, "report": {}})
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "stand-in"), "STAND_IN_FILE": str(tmp_path / "started")}
+    python_path = os.pathsep.join([str(tmp_path / "stand-in"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": python_path, "STAND_IN_FILE": str(tmp_path / "started")}
     arguments = [sys.executable, "-m", "draftsmith", "serve", str(tmp_path / "recipe.yaml"), "--run", "--json"]
-    return {"args": arguments, "env": environment, "paths": paths, "started": tmp_path / "started"}
+    started = tmp_path / "started"
+    return {"args": arguments, "env": environment, "paths": paths, "started": started, "engine": request.param}
 
 
 def start(command: dict[str, Any], how: str) -> subprocess.Popen[str]:
@@ -102,11 +114,15 @@ def test_it_says_that_the_engine_drafts_and_a_signal_ends_engine_and_workers(com
     assert process.returncode == 0, "".join(lines) + more
     found = json.loads(output)
     assert (found["drafts"], found["draft_tokens"], found["text"]) == (8, 24, " jumps")
-    assert any(line.startswith("vllm serve") for line in lines)
+    begins, draft = {
+        "vllm": ("vllm serve", "--speculative-config"),
+        "sglang": ("python -m sglang.launch_server", "--speculative-draft-model-path"),
+    }[command["engine"]]
+    assert any(line.startswith(begins) for line in lines)
     assert any("is healthy and drafts" in line for line in lines)
     started = json.loads(command["started"].read_text())
-    assert started["arguments"][0] == "--model"
-    assert "--speculative-config" in started["arguments"]
+    assert started["arguments"][0] in ("--model", "--model-path")
+    assert draft in started["arguments"]
     assert not runs(started["worker"])
 
 
@@ -135,7 +151,8 @@ def test_an_engine_that_dies_later_is_an_error(command):
     (engine,) = (
         int(entry.parent.name)
         for entry in Path("/proc").glob("[0-9]*/cmdline")
-        if entry.read_text().split("\0")[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+        if entry.read_text().split("\0")[1:3]
+        == ["-m", MODULES[command["engine"]].removesuffix(".py").replace("/", ".")]
         and str(command["paths"].root) in entry.read_text()
     )
     os.kill(engine, signal.SIGKILL)
