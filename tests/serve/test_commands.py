@@ -186,3 +186,27 @@ def test_vllms_own_parser_takes_the_command(paths, tiny_target):
     assert parsed.speculative_config == speculative_config(arguments)
     assert (parsed.tensor_parallel_size, parsed.revision, parsed.dtype) == (2, "0123abc", "float32")
     assert parsed.trust_remote_code
+
+
+def test_sglangs_own_parser_takes_the_command(paths, tiny_target):
+    pytest.importorskip("sglang", reason="SGLang is not installed, which pins another torch")
+    from argparse import ArgumentParser
+
+    from sglang.srt.server_args import ServerArgs
+
+    given = {"max_model_len": 64, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False}
+    given |= {"cuda_graph_bs_decode": [1, 2], "enable_mixed_chunk": False}
+    sections = {"engine": "sglang", "tensor_parallel_size": 2, "port": 8123, "engine_args": given}
+    recipe = make_recipe(tiny_target, sections, dtype="bfloat16", trust_remote_code=True)
+    facts, folder = make_facts(tiny_target, revision="0123abc"), paths.export("sglang")
+    arguments = engine_sglang.command(recipe, facts, folder, 3, **engine_sglang.measuring_args(96))
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    parsed = parser.parse_args(arguments[3:])
+    assert (parsed.context_length, parsed.mem_fraction_static, parsed.max_running_requests) == (64, 0.5, 96)
+    assert (parsed.disable_radix_cache, parsed.enable_metrics, parsed.incremental_streaming_output) == (True,) * 3
+    assert (parsed.cuda_graph_bs_decode, parsed.enable_mixed_chunk) == ([1, 2], False)
+    assert (parsed.port, parsed.tp_size, parsed.revision, parsed.dtype) == (8123, 2, "0123abc", "bfloat16")
+    assert (parsed.speculative_algorithm, parsed.speculative_draft_model_path) == ("EAGLE3", str(folder.resolve()))
+    drafted = (parsed.speculative_num_steps, parsed.speculative_eagle_topk, parsed.speculative_num_draft_tokens)
+    assert drafted == (3, 1, 4)
