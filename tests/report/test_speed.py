@@ -19,7 +19,9 @@ from tests.report.test_page import cells
 
 def leave_served(run: Path, differing: list | None = None, **settings: object) -> dict:
     served = measured(differing=differing or [], **settings) | {
-        "settings": {"enabled": True, "prompt_sets": ["it's.jsonl"]}
+        "engine": "sglang",
+        "engine_version": "0.5.17",
+        "settings": {"enabled": True, "prompt_sets": ["it's.jsonl"]},
     }
     (run / "evaluate/served.json").write_text(json.dumps(served))
     return served
@@ -28,6 +30,7 @@ def leave_served(run: Path, differing: list | None = None, **settings: object) -
 def test_served_figures_stand_beside_their_forecast(copy):
     served = leave_served(copy)
     section = page_of(copy).by_id("speed")
+    assert "Served by SGLang 0.5.17, with and without the draft" in section.text
     for of in served["prompt_sets"]:
         row = cells(section.all("table")[0], of["name"])
         assert row[0] == f"{of['mean_acceptance_length']:.2f}"
