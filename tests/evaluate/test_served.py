@@ -62,6 +62,7 @@ def test_running_engines_are_measured_and_the_other_figures_stay(recipe_of):
         assert found["identical"]["identical"] == found["prompts"]
     assert report["step_costs"]["target_seconds"] == pytest.approx({"1": 0.25, "3": 0.25, "9": 0.25})
     assert report["step_costs"]["draft_seconds"] == pytest.approx({"1": 0.0, "3": 0.0})
+    assert report["busy_cores"] == {}, "of engines that ran already nothing is known"
     assert json.loads(paths.acceptance.read_text())["prompt_sets"] == json.loads(json.dumps(offline["prompt_sets"]))
     assert len([line for line in report["summary"] if "tokens/s against" in line]) == len(CONCURRENCY)
 

@@ -79,6 +79,7 @@ def test_texts_are_the_same_with_the_draft(report: dict[str, Any]) -> None:
 def test_the_forecast_stands_beside_what_was_measured(report: dict[str, Any]) -> None:
     assert set(report["step_costs"]["target_seconds"]) == {"1", "4", "16"}
     assert set(report["step_costs"]["draft_seconds"]) == {"1", "4"}
+    assert len(report["busy_cores"]) == len(report["commands"]) == 2
     for found in served(report):
         foretold = found["forecast"]
         assert foretold["relative_error"] == pytest.approx(foretold["speedup"] / found["speedup"] - 1)

@@ -20,6 +20,7 @@ from draftsmith.engine_api import Engine, Sampling
 from draftsmith.engine_server import engine_server, free_port, require_installed
 from draftsmith.engines import exported_draft, installed_version, measured_engine, served_model
 from draftsmith.errors import RequestError
+from draftsmith.evaluate.busy import busy_cores
 from draftsmith.evaluate.journal import work_through
 from draftsmith.evaluate.served_figures import STEPS, Measurements, differences, make_served
 from draftsmith.evaluate.served_load import Burst, Running, ask_all, figures_of
@@ -85,6 +86,7 @@ def measure_served(recipe: Recipe, paths: RunPaths, offline: dict[str, Any]) -> 
         "settings": recipe.evaluate.served.model_dump(mode="json"),
         "commands": {side.name: shlex.join(side.command) for side in sides if side.command},
         "prompts_too_long": {found.name: found.too_long for found in plan.sets},
+        "busy_cores": {name: busy for name, busy in map(_busy, sides, (alone, *drafted.values())) if busy is not None},
         **make_served(recipe, alone, drafted, offline),
     }
     write_json(paths.served, report)
@@ -167,18 +169,26 @@ def _work(plan: Plan, side: Side, step_sizes: list[int], alone: Measurements | N
     wanted += [(name, concurrency) for name in sets for concurrency in settings.concurrency]
     names = {f"{_identity(plan, side, name)} {side.name} {name} {size}": (name, size) for name, size in wanted}
     with ExitStack() as stack:
-        started: list[Running] = []
+        started: list[tuple[Running, float | None]] = []
 
         def work(id: str) -> dict[str, Any]:
             if not started:
-                started.append(stack.enter_context(_up(plan, side, max(step_sizes))))
-            name, size = names[id]
+                busy = busy_cores() if side.url is None else None
+                started.append((stack.enter_context(_up(plan, side, max(step_sizes))), busy))
+            (running, busy), (name, size) = started[0], names[id]
             if name == STEPS:
-                return {"seconds": _measure_step(plan, started[0], size)}
-            return _measure(plan, side, started[0], sets[name], size, alone[name, size] if alone else None)
+                return {"busy_cores": busy, "seconds": _measure_step(plan, running, size)}
+            before = alone[name, size] if alone else None
+            return {"busy_cores": busy, **_measure(plan, side, running, sets[name], size, before)}
 
         results = work_through(plan.folder / "served.jsonl", f"serve {side.name}", "figures", list(names), work)
     return dict(zip(names.values(), results, strict=True))
+
+
+def _busy(side: Side, found: Measurements) -> tuple[str, float | None]:
+    """Cores that something else used before the engine was started, the most; None of one that ran already."""
+    each = [one["busy_cores"] for one in found.values() if one.get("busy_cores") is not None]
+    return side.name, max(each, default=None)
 
 
 def _measure_step(plan: Plan, running: Running, sequences: int) -> float:
