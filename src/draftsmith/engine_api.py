@@ -93,6 +93,9 @@ class Engine(Protocol):
             engine_args: as `serve.engine_args`, which they replace.
         """
 
+    def version_at(self, url: str) -> str:
+        """Of the engine that runs there."""
+
     def command_notes(self, command: Sequence[str]) -> list[str]:
         """What a person should know of a command with a draft."""
 

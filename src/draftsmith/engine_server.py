@@ -28,7 +28,10 @@ _END_SECONDS = 30.0  # for the engine to end by itself, before it is killed
 _TAIL_LINES = 30
 
 _EXCEPTION = re.compile(r"(?:^|[\s\])])((?:\w+\.)*\w*(?:Error|Exception|Interrupt))(?:: (.*))?$")
-_OF_ANOTHER_PROCESS = ("Engine core initialization failed", "EngineDeadError", "EngineCore encountered")
+_OF_ANOTHER_PROCESS = (
+    *("Engine core initialization failed", "EngineDeadError", "EngineCore encountered"),  # vLLM
+    *("scheduler died during initialization", "Initialization failed. Please see"),  # SGLang
+)
 
 
 def ask(url: str, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = 300.0) -> httpx.Response:
@@ -144,7 +147,8 @@ def _failure(process: subprocess.Popen[bytes], log: Path | None, begun: int, whe
     return EngineError(
         f"the engine ended with {ended}" + (f": {cause}" if cause else ""),
         where=where,
-        hint=f"{log} is all it wrote" if log else "its own words are above",
+        hint=(f"{log} is all it wrote" if log else "its own words are above")
+        + ("; serve.engine_args are flags of the engine, and this one may not have them" if status == 2 else ""),
         detail=None if cause else _tail(log, begun),
     )
 

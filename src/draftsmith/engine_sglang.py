@@ -76,6 +76,10 @@ def _flags(engine_args: dict[str, Any]) -> list[str]:
     return flags
 
 
+def version_at(url: str) -> str:
+    return str(ask(url, "GET", "/server_info").json()["version"])
+
+
 def command_notes(command: Sequence[str]) -> list[str]:
     """SGLang cuts down the requests that run at once, with a draft (`arg_groups/speculative_hook.py`)."""
     if flag("max_running_requests") in command:
@@ -116,7 +120,7 @@ def new_token_ids(event: dict[str, Any], seen: int, url: str) -> list[int]:
 def counting(url: str) -> Callable[[Sequence[Reply]], EngineCounters]:
     """By what each reply says of itself."""
     return lambda replies: _total(
-        [counters_of(reply.last_event["meta_info"], _decode_seconds(reply), url) for reply in replies]
+        [counters_of(reply.last_event["meta_info"], _decode_seconds(reply), url) for reply in replies], url
     )
 
 
@@ -126,7 +130,10 @@ def _decode_seconds(reply: Reply) -> float:
     return (len(reply.token_ids) - 1) / tokens_per_second if tokens_per_second else reply.decode_seconds
 
 
-def _total(found: Sequence[EngineCounters]) -> EngineCounters:
+def _total(found: Sequence[EngineCounters], url: str) -> EngineCounters:
+    lengths = {len(one.accepted_per_position) for one in found}
+    if len(lengths) > 1:
+        raise EngineError(f"drafts {sorted(lengths)} tokens in a round for one request and another", where=url)
     return EngineCounters(
         sum(one.drafts for one in found),
         sum(one.draft_tokens for one in found),

@@ -62,6 +62,10 @@ def _flags(engine_args: dict[str, Any]) -> list[str]:
     return flags
 
 
+def version_at(url: str) -> str:
+    return str(ask(url, "GET", "/version").json()["version"])
+
+
 def command_notes(command: Sequence[str]) -> list[str]:
     return []
 

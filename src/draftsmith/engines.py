@@ -30,14 +30,27 @@ def installed_version(engine: Engine) -> str | None:
     return None
 
 
+def version_of(engine: Engine, url: str | None) -> str | None:
+    """Of the engine that runs at `url`, or else of the one that is installed; None where nobody says."""
+    if url is None:
+        return installed_version(engine)
+    try:
+        return engine.version_at(url)
+    except (EngineError, ValueError, KeyError):
+        return None
+
+
 def name_of(served: dict[str, Any]) -> str:
     """Of the engine whose figures evaluate/served.json has, with its version where that was known."""
     title = ENGINES[served["engine"]].TITLE if "engine" in served else ""
     return f"{title} {served.get('engine_version') or ''}".strip()
 
 
-def served_model(engine: Engine, url: str) -> str:
+def served_model(engine: Engine, url: str, setting: str) -> str:
     """Name of the first model of a server.
+
+    Args:
+        setting: which the engine was chosen by.
 
     Raises:
         RequestError: it is another engine's.
@@ -49,7 +62,9 @@ def served_model(engine: Engine, url: str) -> str:
     owner = models[0].get("owned_by")
     if owner != engine.NAME and owner in ENGINES:
         raise RequestError(
-            f"{ENGINES[owner].TITLE} runs there, not {engine.TITLE}", where=url, hint=f"evaluate.served.engine={owner}"
+            f"{ENGINES[owner].TITLE} runs there, not {engine.TITLE}",
+            where=url,
+            hint=f"{setting}={owner}, or another address",
         )
     return str(models[0]["id"])
 
@@ -69,10 +84,10 @@ def exported_draft(paths: RunPaths, engine: Engine, where: str) -> Path:
         raise RequestError(
             f"{folder} is not there: export.formats leaves it out",
             where=where,
-            hint=f"draftsmith export RECIPE 'export.formats=[{', '.join(ENGINES)}]'",
+            hint="set export.formats: null in the recipe, then `draftsmith export RECIPE --redo`",
         )
-    raise RequestError(
-        f"{engine.TITLE} cannot hold this draft: {why}",
-        where=where,
-        hint="train.draft.norm_before_residual=false trains another" if "norm_before_residual" in why else None,
-    )
+    if "norm_before_residual" in why:
+        remedy = "train.draft.norm_before_residual=false trains one that it can hold"
+    else:
+        remedy = f"it was exported for {', '.join(report.get('formats', []))}"
+    raise RequestError(f"{engine.TITLE} cannot hold this draft: {why}", where=where, hint=remedy)

@@ -228,7 +228,7 @@ class Served(Section):
     """Speed in serving, by the engine with and without the exported draft."""
 
     enabled: bool = Field(False, description="Measure it, once the draft is exported")
-    engine: Literal["vllm", "sglang"] | None = Field(None, description="null: serve.engine")
+    engine: Literal["vllm", "sglang"] | None = Field(None, description="Which is measured; null: that of serve.engine")
     url: str | None = Field(None, description="Running engine with the draft, http://host:8000; null: started here")
     baseline_url: str | None = Field(None, description="Running engine without it; null: started here")
     num_speculative_tokens: list[DraftTokens] = Field(

@@ -55,13 +55,20 @@ def test_what_a_round_takes_besides_counts_against_the_draft():
     assert forecast([1.0, 1.6], slower, [1])[0].speedup == pytest.approx(1.6 / 2.0)
 
 
-def test_a_round_that_was_measured_takes_what_it_took_and_another_what_its_parts_take():
-    plain = costs(1.0, 0.1)
-    measured = StepCosts(plain.target_seconds, plain.draft_seconds, measured_rounds={(2, 1): 1.6, (2, 8): 1.7})
-    found = forecast([1.0, 1.5, 2.0, 2.2], measured, [1, 8])
-    assert [one.speedup for one in found] == pytest.approx(
-        [1.5 / 1.1, 2.0 / 1.6, 2.2 / 1.3, 1.5 / 1.1, 2.0 / 1.7, 2.2 / 1.3]
+def test_a_round_that_was_measured_takes_what_it_took_and_others_are_as_far_off_as_their_neighbours():
+    plain, lengths = costs(1.0, 0.1), [1.0, 1.5, 2.0, 2.2]
+    one = StepCosts(plain.target_seconds, plain.draft_seconds, measured_rounds={(2, 1): 1.6})
+    assert [found.speedup for found in forecast(lengths, one, [1, 8])] == pytest.approx(
+        [1.5 / 1.5, 2.0 / 1.6, 2.2 / 1.7, 1.5 / 1.1, 2.0 / 1.2, 2.2 / 1.3]
     )
+    two = StepCosts(plain.target_seconds, plain.draft_seconds, measured_rounds={(3, 1): 1.1, (1, 1): 1.5})
+    assert [found.speedup for found in forecast(lengths, two, [1])] == pytest.approx([1.5 / 1.5, 2.0 / 1.3, 2.2 / 1.1])
+
+
+def test_no_round_is_foretold_to_be_shorter_than_a_step_of_the_target():
+    plain = costs(1.0, 0.3)
+    quick = StepCosts(plain.target_seconds, plain.draft_seconds, measured_rounds={(3, 1): 0.9})
+    assert [one.speedup for one in forecast([1.0, 1.5, 2.0, 2.2], quick, [1])] == pytest.approx([1.5, 2.0, 2.2 / 0.9])
 
 
 def test_speculation_stops_paying_where_steps_begin_to_wait_for_arithmetic():

@@ -149,7 +149,7 @@ def test_a_running_engine_of_the_other_kind_is_refused_with_the_setting(plain_re
         recipe, paths = plain_recipe_of(engine=wanted, url=drafting, baseline_url=alone)
         with pytest.raises(RequestError, match=f"{says} runs there, not") as caught:
             run(recipe, paths)
-    assert caught.value.hint == f"evaluate.served.engine={runs}"
+    assert caught.value.hint == f"evaluate.served.engine={runs}, or another address"
 
 
 def test_a_draft_that_sglang_cannot_hold_is_refused_before_and_after_the_export(recipe_of):

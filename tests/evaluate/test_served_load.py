@@ -35,7 +35,7 @@ def test_counters_are_those_of_the_burst_alone() -> None:
     engine = Engine(together=1, steps=100)
     with serving(engine) as url:
         burst = ask(url, [[1], [2]], concurrency=1)
-        assert served_model(engine_vllm, url) == "tiny"
+        assert served_model(engine_vllm, url, "evaluate.served.engine") == "tiny"
     assert burst.counters == EngineCounters(6, 12, 6, (6, 0), 1.5)
     found = figures_of(burst)
     assert (found["drafts"], found["accepted_per_position"], found["tokens"]) == (6, [6, 0], 12)
@@ -109,4 +109,9 @@ INFO 11-30 12:00:00 [x.py:1] An Error is what this line is not: about
 """
     assert last_exception(log) == "torch.OutOfMemoryError: Tried to allocate 2 GiB"
     assert last_exception("x\nAssertionError\n") == "AssertionError"
+    log = (  # SGLang's parent, after its scheduler
+        "torch.OutOfMemoryError: Tried to allocate 2 GiB\n"
+        "RuntimeError: Rank 0 scheduler died during initialization (exit code: -3).\n"
+    )
+    assert last_exception(log) == "torch.OutOfMemoryError: Tried to allocate 2 GiB"
     assert last_exception("all is well\n") is None

@@ -67,6 +67,15 @@ def test_of_one_k_alone_the_rest_of_a_round_is_counted_as_the_drafts():
     assert divide({1: 1.0, 4: 2.0}, {(3, 1): 1.9}).draft_seconds == {1: 0.0}
 
 
+def test_rounds_shorter_than_their_target_step_make_neither_the_draft_nor_the_rest_of_a_round_dear():
+    """As on a machine that did something else while K = 1 was measured."""
+    sizes = {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0, 16: 3.0, 32: 6.0}
+    found = divide(sizes, {(1, 1): 1.8, (1, 8): 4.0, (3, 1): 1.0, (3, 8): 2.0})
+    assert found.draft_seconds == pytest.approx({1: 0.08, 8: 0.0})
+    assert found.round_seconds == 0.0
+    assert divide(sizes, {(1, 1): 1.8, (3, 1): 1.2}).round_seconds == pytest.approx(0.5)
+
+
 def test_a_round_whose_target_step_was_not_measured_is_refused():
     with pytest.raises(RequestError, match="step of 4 tokens"):
         divide({1: 1.0}, {(3, 1): 2.0})

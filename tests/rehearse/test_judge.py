@@ -51,7 +51,8 @@ def test_experts_that_rounding_swaps_are_no_fault_and_text_of_another_model_is(n
     rounded = greedy(facts, BF16)
     found = judged(facts, BF16, rounded)
     assert found.own
-    assert 0 < found.explained < found.tokens == 72
+    assert 0 < found.explained < 30, "of 72: what it lets pass is a third of a text, and no more"
+    assert found.tokens == 72
     assert judged(facts, torch.float32, greedy(facts, torch.float32)).others == 0
     other = judged(facts, BF16, anything())
     assert not other.own

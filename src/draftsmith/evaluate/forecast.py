@@ -3,12 +3,13 @@
 With c sequences at once, a round of K draft tokens takes K steps of the draft and one of the target on K + 1 tokens of
 each sequence, and gives L_K tokens to each; without a draft, one step of the target gives one:
 
-    speed-up(K, c) = L_K · T(c) / (T(c · (K + 1)) + K · D(c) + o)
+    speed-up(K, c) = L_K · T(c) / R(K, c)        R(K, c) = T(c · (K + 1)) + K · D(c) + o + r(K, c)
 
-T and D are the seconds of a step of the target and of the draft by the tokens in it, o what a round takes besides.
-Where rounds of just that K and c were measured, those seconds stand below the line, and the sum is for the others. With
-T constant, D / T = c and joint rates α, α², … this is theorem 3.8 of Leviathan, Kalman and Matias 2023, "Fast inference
-from transformers via speculative decoding". T is all but constant while a step waits for the weights to be read, and
+T and D are the seconds of a step of the target and of the draft by the tokens in it, o what a round takes besides, r
+what is left where rounds of that K and c were measured: those take what they took. Between two measured K r lies on the
+line, beyond them it is that of the nearest, so that no K looks better for having been measured. With T constant, D / T
+= c, o = r = 0 and joint rates α, α², … this is theorem 3.8 of Leviathan, Kalman and Matias 2023, "Fast inference from
+transformers via speculative decoding". T is all but constant while a step waits for the weights to be read, and
 grows with its tokens once it waits for arithmetic: there speculation stops paying.
 """
 
@@ -17,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+
+import numpy as np
 
 from draftsmith.errors import RequestError
 
@@ -86,11 +89,25 @@ def stops_paying(forecasts: Iterable[Forecast]) -> int | None:
 
 def _forecast(k: int, concurrency: int, length: float, costs: StepCosts) -> Forecast:
     alone = seconds_of(costs.target_seconds, concurrency, "the target's")
-    seconds = costs.measured_rounds.get((k, concurrency)) or _seconds_of_round(k, concurrency, costs)
+    seconds = _seconds_of_round(k, concurrency, alone, costs)
     return Forecast(k, concurrency, length, concurrency * length / seconds, length * alone / seconds)
 
 
-def _seconds_of_round(k: int, concurrency: int, costs: StepCosts) -> float:
+def _seconds_of_round(k: int, concurrency: int, alone: float, costs: StepCosts) -> float:
+    if (k, concurrency) in costs.measured_rounds:
+        return costs.measured_rounds[k, concurrency]
+    parts = _seconds_of_parts(k, concurrency, costs)
+    rests = {
+        measured: seconds - _seconds_of_parts(measured, concurrency, costs)
+        for (measured, at), seconds in sorted(costs.measured_rounds.items())
+        if at == concurrency
+    }
+    if not rests:
+        return parts
+    return max(alone, parts + float(np.interp(k, list(rests), list(rests.values()))))  # it has a step of the target
+
+
+def _seconds_of_parts(k: int, concurrency: int, costs: StepCosts) -> float:
     verify = seconds_of(costs.target_seconds, concurrency * (k + 1), "the target's")
     return verify + k * seconds_of(costs.draft_seconds, concurrency, "the draft's") + costs.round_seconds
 

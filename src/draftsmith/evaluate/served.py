@@ -18,9 +18,9 @@ from typing import Any
 
 from draftsmith.engine_api import Engine, Sampling
 from draftsmith.engine_server import engine_server, free_port, require_installed
-from draftsmith.engines import exported_draft, installed_version, measured_engine, served_model
+from draftsmith.engines import exported_draft, measured_engine, served_model, version_of
 from draftsmith.errors import RequestError
-from draftsmith.evaluate.busy import busy_cores
+from draftsmith.evaluate.busy import busy_cores, warning
 from draftsmith.evaluate.journal import work_through
 from draftsmith.evaluate.served_figures import STEPS, Measurements, differences, make_served
 from draftsmith.evaluate.served_load import Burst, Running, ask_all, figures_of
@@ -39,6 +39,7 @@ class Plan:
     """What is the same with the draft and without."""
 
     engine: Engine
+    engine_version: str | None
     recipe: Recipe
     folder: Path  # of the stage
     facts: TargetFacts
@@ -79,14 +80,17 @@ def measure_served(recipe: Recipe, paths: RunPaths, offline: dict[str, Any]) -> 
     sides = [_side(plan, k) for k in (0, *_ks(recipe))]
     alone = _work(plan, sides[0], plan.target_sizes, None)
     drafted = {side.k: _work(plan, side, recipe.evaluate.served.concurrency, alone) for side in sides[1:]}
+    measured = map(_busy, sides, (alone, *drafted.values()))
+    busy = {name: cores for name, cores in measured if cores is not None}
     report = {
         "engine": plan.engine.NAME,
-        "engine_version": installed_version(plan.engine),
+        "engine_version": plan.engine_version,
         "draft_sha256": plan.draft_sha256,
         "settings": recipe.evaluate.served.model_dump(mode="json"),
         "commands": {side.name: shlex.join(side.command) for side in sides if side.command},
         "prompts_too_long": {found.name: found.too_long for found in plan.sets},
-        "busy_cores": {name: busy for name, busy in map(_busy, sides, (alone, *drafted.values())) if busy is not None},
+        "busy_cores": busy,
+        "busy_note": warning(busy),
         **make_served(recipe, alone, drafted, offline),
     }
     write_json(paths.served, report)
@@ -100,7 +104,11 @@ def check_served(recipe: Recipe) -> None:
     if settings.url is None:
         require_installed(engine, "evaluate.served")
     if recipe.export.formats is not None and engine.NAME not in recipe.export.formats:
-        raise RequestError(f"{engine.TITLE} is to be measured, and no draft exported for it", where="export.formats")
+        raise RequestError(
+            f"{engine.TITLE} is to be measured, and no draft exported for it",
+            where="export.formats",
+            hint=f"name {engine.NAME} there too, or leave it null for every format that can hold the draft",
+        )
     draft = recipe.train.draft
     if draft.norm_before_residual and draft.initial is None and not engine.HOLDS_NORM_BEFORE_RESIDUAL:
         raise RequestError(
@@ -135,6 +143,7 @@ def make_plan(recipe: Recipe, paths: RunPaths) -> Plan:
     room = None if longest is None else int(longest) - settings.max_tokens - most - 1
     return Plan(
         engine=engine,
+        engine_version=version_of(engine, _without_path(settings.url)),
         recipe=recipe,
         folder=paths.stage("evaluate"),
         facts=facts,
@@ -149,12 +158,16 @@ def _ks(recipe: Recipe) -> list[int]:
     return recipe.evaluate.served.num_speculative_tokens or [recipe.evaluate.num_speculative_tokens]
 
 
+def _without_path(url: str | None) -> str | None:
+    return url and url.rstrip("/").removesuffix("/v1")
+
+
 def _side(plan: Plan, k: int) -> Side:
     settings, serve = plan.recipe.evaluate.served, plan.recipe.serve
     name = f"with the draft, K = {k}" if k else "without the draft"
     running = settings.url if k else settings.baseline_url
     if running is not None:
-        return Side(name, k, [], running.rstrip("/").removesuffix("/v1"))
+        return Side(name, k, [], _without_path(running))
     # Prompts are asked again at every concurrency and repeat: a cache of them would answer in the target's place.
     ours = {**plan.engine.measuring_args(max(plan.target_sizes)), "host": "127.0.0.1"}
     flags = {**ours, **serve.engine_args, "port": None}  # one that is free when it starts
@@ -254,7 +267,7 @@ def _up(plan: Plan, side: Side, most: int) -> Iterator[Running]:
                     plan.engine, command, url, log=log, start_seconds=settings.start_seconds, where="evaluate.served"
                 )
             )
-        running = Running(plan.engine, url, served_model(plan.engine, url))
+        running = Running(plan.engine, url, served_model(plan.engine, url, "evaluate.served.engine"))
         for size in sorted({1, most}):
             prompts = list(islice(cycle(plan.sets[0].prompts), size))
             _ask(plan, running, prompts, size, min(WARM_UP_TOKENS, settings.max_tokens))
@@ -265,6 +278,7 @@ def _identity(plan: Plan, side: Side, name: str) -> str:
     """Of what one figure depends on, so that more sets, concurrencies or Ks leave those on record."""
     free = {"enabled", "engine", "num_speculative_tokens", "concurrency", "prompt_sets"}
     free |= {"start_seconds", "timeout_seconds"}
+    version = plan.engine_version  # vLLM's figures have been filed under that alone since before there was SGLang
     chosen = plan.sets if name == STEPS else [found for found in plan.sets if found.name == name]
     return hash_json(
         {
@@ -272,7 +286,7 @@ def _identity(plan: Plan, side: Side, name: str) -> str:
             "serve": [plan.recipe.serve.engine_args, plan.recipe.serve.tensor_parallel_size],
             "seed": plan.recipe.seed,
             "draft": plan.draft_sha256 if side.k else None,
-            "engine": [plan.engine.NAME, installed_version(plan.engine)],
+            "engine": version if plan.engine.NAME == "vllm" else [plan.engine.NAME, version],
             "prompts": chosen[0].prompts,
         }
     )[:12]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from draftsmith.errors import CheckFailed
-from draftsmith.evaluate.busy import warning
 from draftsmith.evaluate.forecast import Forecast, StepCosts, acceptance_lengths, best, forecast, stops_paying
 from draftsmith.evaluate.step_costs import divide
 from draftsmith.recipe import Recipe
@@ -254,8 +253,9 @@ def refuse_other_texts(served: dict[str, Any]) -> None:
 
 
 def summary_lines(served: dict[str, Any]) -> list[str]:
+    notes = [f"note: {served['busy_note']}"] if served.get("busy_note") else []
     return [f"{'':<9} {line}" for found in served["prompt_sets"] for line in _lines(found)] + [
-        f"{'':<9} {line}" for line in [*_forecast_lines(served["forecast"]), *_busy_lines(served)]
+        f"{'':<9} {line}" for line in _forecast_lines(served["forecast"]) + notes
     ]
 
 
@@ -275,11 +275,6 @@ def _lines(found: dict[str, Any]) -> list[str]:
     ties = f", {len(same['ties'])} leave it at a near-tie" if same["ties"] else ""
     faults = f", {len(same['faults'])} AT NO TIE" if same["faults"] else ""
     return [line, f"  {same['identical']} of {same['prompts']} texts are the same without the draft{ties}{faults}"]
-
-
-def _busy_lines(served: dict[str, Any]) -> list[str]:
-    found = warning(served.get("busy_cores", {}))
-    return [] if found is None else [f"note: {found}"]
 
 
 def _forecast_lines(found: dict[str, Any]) -> list[str]:

@@ -6,8 +6,8 @@ a step is a round of K draft tokens, and
 
     R(K, c) = T(c · (K + 1)) + K · D(c) + o
 
-which least squares divide between D and o where several K were measured; of one K alone, o is counted as the draft's.
-The division is for the other K: of those that were measured, a forecast takes the whole round.
+which least squares divide between D and o, neither below zero, where several K were measured; of one K alone, o is
+counted as the draft's. The division is for the other K: of those that were measured, a forecast takes the whole round.
 """
 
 from __future__ import annotations
@@ -64,7 +64,21 @@ def divide(target_seconds: Mapping[int, float], round_seconds: Mapping[tuple[int
     concurrencies = sorted({c for _, c in rests})
     several = len({k for k, _ in rests}) > 1
     rows = [[k * (c == at) for at in concurrencies] + [1.0] * several for k, c in rests]  # [rounds, D(c) … and o]
-    found, *_ = np.linalg.lstsq(np.array(rows, float), np.array(list(rests.values())), rcond=None)
-    draft = {c: max(0.0, float(seconds)) for c, seconds in zip(concurrencies, found, strict=False)}
-    rest = max(0.0, float(found[-1])) if several else 0.0
-    return StepCosts(dict(target_seconds), draft, rest, dict(round_seconds))
+    found = _least_squares(np.array(rows, float), np.array(list(rests.values())))
+    draft = dict(zip(concurrencies, found, strict=False))
+    return StepCosts(dict(target_seconds), draft, found[-1] if several else 0.0, dict(round_seconds))
+
+
+def _least_squares(rows: np.ndarray, values: np.ndarray) -> list[float]:
+    """Coefficients none of which is below zero: the lowest is set to it, and the rest found anew, until none is."""
+    kept = list(range(rows.shape[1]))
+    found = np.zeros(rows.shape[1])
+    while kept:
+        found[:] = 0.0
+        found[kept] = np.linalg.lstsq(rows[:, kept], values, rcond=None)[0]
+        if found.min() >= 0:
+            break
+        kept.remove(int(found.argmin()))
+    else:
+        found[:] = 0.0
+    return [float(one) for one in found]

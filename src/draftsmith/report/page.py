@@ -71,6 +71,7 @@ def render(run: RunRecord, other: RunRecord | None, recipe: Path | None, made: d
         untrained=prompt_set(run, "untrained"),
         served=[found for found in run.served.get("prompt_sets") or [] if is_number(dig(found, "speedup"))],
         served_by=name_of(run.served),
+        busy_note=run.served.get("busy_note"),
         served_settings=_served_settings(run),
         foretold=_foretold(run),
         compared=compare(run, other) if other else {},

@@ -18,9 +18,9 @@ def choose_draft_tokens(recipe: Recipe, paths: RunPaths) -> tuple[int, list[str]
     if recipe.serve.num_speculative_tokens is not None:
         return recipe.serve.num_speculative_tokens, []
     evaluated = recipe.evaluate.num_speculative_tokens
-    best = _forecast_of_this_draft(recipe, paths)
+    best, note = _forecast_of_this_draft(recipe, paths)
     if not best:
-        return evaluated, []
+        return evaluated, note
     wanted = recipe.serve.concurrency
     nearest = min(best, key=lambda measured: (abs(int(measured) - wanted), int(measured)))
     chosen = best[nearest]
@@ -30,13 +30,14 @@ def choose_draft_tokens(recipe: Recipe, paths: RunPaths) -> tuple[int, list[str]
     return k, [f"K = {k} is the fastest of the forecast, {nearest} at once: {speedup:.2f} times the target alone"]
 
 
-def _forecast_of_this_draft(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
-    """By concurrency; empty if there is none, or only one of another draft or engine."""
+def _forecast_of_this_draft(recipe: Recipe, paths: RunPaths) -> tuple[dict[str, Any], list[str]]:
+    """By concurrency; empty if there is none, or only one of another draft or engine, of which a person is told."""
     if not paths.served.exists():
-        return {}
-    served = json.loads(paths.served.read_text(encoding="utf-8"))
+        return {}, []
+    served, wanted = json.loads(paths.served.read_text(encoding="utf-8")), recipe.serve.engine
+    if served["engine"] != wanted:
+        return {}, [f"the forecast is of {served['engine']}: evaluate.served.engine={wanted} makes one of {wanted}"]
     folder = paths.export(served["engine"])
-    if served["engine"] != recipe.serve.engine or not folder.exists() or served["draft_sha256"] != digest_draft(folder):
-        return {}
-    found: dict[str, Any] = served["forecast"]["best"]
-    return found
+    if not folder.exists() or served["draft_sha256"] != digest_draft(folder):
+        return {}, []
+    return served["forecast"]["best"], []

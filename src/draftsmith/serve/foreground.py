@@ -44,7 +44,8 @@ def serve_in_foreground(recipe: Recipe, report: dict[str, Any]) -> dict[str, Any
 
 def smoke_request(engine: Engine, url: str) -> dict[str, Any]:
     """Ask for a few tokens, and see by the counters that they were drafted. Raises CheckFailed, EngineError."""
-    text, counted = engine.complete(url, served_model(engine, url), SMOKE_PROMPT, SMOKE_TOKENS)
+    model = served_model(engine, url, "serve.engine")
+    text, counted = engine.complete(url, model, SMOKE_PROMPT, SMOKE_TOKENS)
     if not counted.drafts:
         raise CheckFailed(
             f"the engine answers and has drafted nothing in {SMOKE_TOKENS} tokens",
