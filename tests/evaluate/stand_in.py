@@ -88,7 +88,9 @@ def serving(engine: Engine, rounds: Callable[[dict[str, Any]], Iterator[Any]] | 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             models = json.dumps({"data": [{"id": "tiny", "owned_by": engine.kind}]})
-            text = models if self.path == "/v1/models" else engine.metrics()
+            version = json.dumps({"version": f"of {engine.kind}"})
+            answers = {"/v1/models": models, "/version": version, "/server_info": version}
+            text = answers.get(self.path) or engine.metrics()
             self.send_response(404 if (engine.kind, self.path) == ("sglang", "/metrics") else 200)
             self.end_headers()
             self.wfile.write(text.encode())

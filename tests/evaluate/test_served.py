@@ -63,6 +63,7 @@ def test_running_engines_are_measured_and_the_other_figures_stay(recipe_of):
     assert report["step_costs"]["target_seconds"] == pytest.approx({"1": 0.25, "3": 0.25, "9": 0.25})
     assert report["step_costs"]["draft_seconds"] == pytest.approx({"1": 0.0, "3": 0.0})
     assert report["busy_cores"] == {}, "of engines that ran already nothing is known"
+    assert report["engine_version"] == "of vllm", "of the one that answers, not of the one that is installed here"
     assert json.loads(paths.acceptance.read_text())["prompt_sets"] == json.loads(json.dumps(offline["prompt_sets"]))
     assert len([line for line in report["summary"] if "tokens/s against" in line]) == len(CONCURRENCY)
 
@@ -115,7 +116,7 @@ def test_sglang_is_measured_by_what_it_says_of_each_request(plain_recipe_of):
     with serving(Engine("sglang", drafting=False)) as alone, serving(Engine("sglang")) as drafting:
         recipe, paths = plain_recipe_of(engine="sglang", url=drafting, baseline_url=alone)
         report = run(recipe, paths)
-    assert report["engine"] == "sglang"
+    assert (report["engine"], report["engine_version"]) == ("sglang", "of sglang")
     served = [found for found in report["prompt_sets"] if found["method"] == "served"]
     assert [found["concurrency"] for found in served] == CONCURRENCY
     for found in served:
