@@ -96,8 +96,8 @@ def within_tokens(texts: list[Rounds], num_speculative_tokens: int) -> dict[str,
     rounds = [(n, a, w) for text in texts for n, (_, a, w) in zip(text.written(), text.each(), strict=True)]
     found, tokens = {}, FEWEST_TOKENS
     while tokens <= max((n for n, *_ in rounds), default=0):
-        within, joint = joint_rates([(a, w) for n, a, w in rounds if n < tokens], num_speculative_tokens)
-        found[str(tokens)] = {"mean_acceptance_length": 1 + sum(joint), "per_position": joint, "rounds": within}
+        count, joint = joint_rates([(a, w) for n, a, w in rounds if n < tokens], num_speculative_tokens)
+        found[str(tokens)] = {"mean_acceptance_length": 1 + sum(joint), "per_position": joint, "rounds": count}
         tokens *= 2
     return found
 

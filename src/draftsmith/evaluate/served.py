@@ -80,8 +80,8 @@ def measure_served(recipe: Recipe, paths: RunPaths, offline: dict[str, Any]) -> 
     sides = [_side(plan, k) for k in (0, *_ks(recipe))]
     alone = _work(plan, sides[0], plan.target_sizes, None)
     drafted = {side.k: _work(plan, side, recipe.evaluate.served.concurrency, alone) for side in sides[1:]}
-    measured = map(_busy, sides, (alone, *drafted.values()))
-    busy = {name: cores for name, cores in measured if cores is not None}
+    measured = zip(sides, (alone, *drafted.values()), strict=True)
+    busy = {side.name: cores for side, found in measured if (cores := _most_busy(found)) is not None}
     report = {
         "engine": plan.engine.NAME,
         "engine_version": plan.engine_version,
@@ -198,10 +198,9 @@ def _work(plan: Plan, side: Side, step_sizes: list[int], alone: Measurements | N
     return dict(zip(names.values(), results, strict=True))
 
 
-def _busy(side: Side, found: Measurements) -> tuple[str, float | None]:
+def _most_busy(found: Measurements) -> float | None:
     """Cores that something else used before the engine was started, the most; None of one that ran already."""
-    each = [one["busy_cores"] for one in found.values() if one.get("busy_cores") is not None]
-    return side.name, max(each, default=None)
+    return max((one["busy_cores"] for one in found.values() if one.get("busy_cores") is not None), default=None)
 
 
 def _measure_step(plan: Plan, running: Running, sequences: int) -> float:

@@ -72,13 +72,9 @@ def divide(target_seconds: Mapping[int, float], round_seconds: Mapping[tuple[int
 def _least_squares(rows: np.ndarray, values: np.ndarray) -> list[float]:
     """Coefficients none of which is below zero: the lowest is set to it, and the rest found anew, until none is."""
     kept = list(range(rows.shape[1]))
-    found = np.zeros(rows.shape[1])
-    while kept:
-        found[:] = 0.0
+    while True:
+        found = np.zeros(rows.shape[1])
         found[kept] = np.linalg.lstsq(rows[:, kept], values, rcond=None)[0]
         if found.min() >= 0:
-            break
+            return [float(one) for one in found]
         kept.remove(int(found.argmin()))
-    else:
-        found[:] = 0.0
-    return [float(one) for one in found]
