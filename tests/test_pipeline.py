@@ -366,3 +366,15 @@ def test_a_run_that_was_killed_ends_as_an_unbroken_one(finished, tmp_path, tiny_
     assert done.returncode == 0, done.stderr
     one, other = (root / "runs/tiny/train/checkpoints/final/model.safetensors" for root in (finished, tmp_path))
     assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_stage_of_which_nothing_came_takes_other_settings(tmp_path, tiny_target):
+    write_recipe(tmp_path, tiny_target)
+    assert draftsmith("probe", "recipe.yaml", cwd=tmp_path).returncode == 0
+    wrong = draftsmith("prepare", "recipe.yaml", "prepare.sources.0.path=nowhere.jsonl", cwd=tmp_path)
+    assert (wrong.returncode, "there is no such file" in wrong.stderr) == (2, True)
+    mended = draftsmith("prepare", "recipe.yaml", cwd=tmp_path)
+    assert mended.returncode == 0, mended.stderr
+    events = [json.loads(line) for line in (tmp_path / "runs/tiny/events.jsonl").read_text().splitlines()]
+    happened = [event["event"] for event in events if event["stage"] == "prepare"]
+    assert happened == ["started", "failed", "started", "done"]

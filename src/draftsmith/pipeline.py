@@ -138,6 +138,8 @@ def _run_alone(
     except (DraftsmithError, OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):  # the disk may be what failed
             append_event(paths, stage, "failed", error=str(error), seconds=time.time() - started)
+            if [*paths.stage(stage).iterdir()] == [paths.stage_file(stage)]:
+                paths.stage_file(stage).unlink()  # nothing came of it: mended settings are no other ones
         raise
     seconds = round(time.time() - started, 2)
     report = {**report, "seconds": seconds}
