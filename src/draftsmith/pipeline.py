@@ -105,6 +105,8 @@ def _run_alone(
         append_event(paths, stage, "redo")
         shutil.rmtree(paths.stage(stage))
     state = read_state(paths, stage)
+    if state is not None and [*paths.stage(stage).iterdir()] == [paths.stage_file(stage)] and state["status"] != "done":
+        state = None  # nothing came of it: mended settings are no other ones
     if state is not None:
         recorded = state["fingerprint"]
         differing = differences({**recorded, "settings": as_of_now(recorded["settings"], recipe)}, wanted)
@@ -138,8 +140,6 @@ def _run_alone(
     except (DraftsmithError, OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):  # the disk may be what failed
             append_event(paths, stage, "failed", error=str(error), seconds=time.time() - started)
-            if [*paths.stage(stage).iterdir()] == [paths.stage_file(stage)]:
-                paths.stage_file(stage).unlink()  # nothing came of it: mended settings are no other ones
         raise
     seconds = round(time.time() - started, 2)
     report = {**report, "seconds": seconds}
