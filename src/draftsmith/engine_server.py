@@ -32,6 +32,7 @@ _OF_ANOTHER_PROCESS = (
     *("Engine core initialization failed", "EngineDeadError", "EngineCore encountered"),  # vLLM
     *("scheduler died during initialization", "Initialization failed. Please see"),  # SGLang
 )
+_NOBODY_THERE = (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL)
 
 
 def ask(url: str, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = 300.0) -> httpx.Response:
@@ -39,7 +40,8 @@ def ask(url: str, method: str, path: str, body: dict[str, Any] | None = None, ti
     try:
         response = httpx.request(method, url + path, json=body, timeout=timeout, verify=tls())
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise EngineError(f"{type(error).__name__} {error}".strip(), where=url + path) from error
+        hint = "is an engine running, and is that its address?" if isinstance(error, _NOBODY_THERE) else None
+        raise EngineError(f"{type(error).__name__} {error}".strip(), where=url + path, hint=hint) from error
     if response.status_code != 200:
         raise EngineError(f"HTTP {response.status_code}: {response.text[:500]}", where=url + path)
     return response

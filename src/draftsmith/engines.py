@@ -86,8 +86,5 @@ def exported_draft(paths: RunPaths, engine: Engine, where: str) -> Path:
             where=where,
             hint="set export.formats: null in the recipe, then `draftsmith export RECIPE --redo`",
         )
-    if "norm_before_residual" in why:
-        remedy = "train.draft.norm_before_residual=false trains one that it can hold"
-    else:
-        remedy = f"it was exported for {', '.join(report.get('formats', []))}"
+    remedy = f"it was exported for {', '.join(report.get('formats', []))}; for {engine.TITLE}, train one that it holds"
     raise RequestError(f"{engine.TITLE} cannot hold this draft: {why}", where=where, hint=remedy)

@@ -285,7 +285,7 @@ def _files_of_draft(folder: Path, training: Path) -> dict[str, str]:
         raise RequestError(
             "is what this very training wrote", where=where, hint="give this one another run_dir, or copy the draft"
         )
-    files = sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")])
+    files = sorted(file for of in ("config.json", "*.safetensors", "*.bin") for file in folder.glob(of))
     return {f"{file.parent}/{file.name}": hash_file(file) for file in files}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from draftsmith.draft.engine_draft import is_for_engines, load_engine_draft
 from draftsmith.errors import CheckpointError
@@ -59,6 +60,45 @@ def test_a_flat_draft_of_the_other_engine_is_read_too(world: World, tmp_path: Pa
     draft, mismatches = load_engine_draft(tmp_path, world.facts, world.head)
     assert draft.config == world.trained.config
     assert mismatches == []
+
+
+def in_two_files(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: f"model-{place % 2}.safetensors" for place, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name, there in weight_map.items() if there == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def pickled(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("stored", [in_two_files, pickled])
+def test_published_weights_are_read_from_several_files_and_as_torch_pickles_them(
+    world: World, exported: RunPaths, stored: Callable[[Path], None]
+) -> None:
+    folder = exported.export("vllm")
+    stored(folder)
+    draft, mismatches = load_engine_draft(folder, world.facts, world.head)
+    assert mismatches == []
+    for name, tensor in world.trained.state_dict().items():
+        assert torch.equal(draft.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[: len(raw) // 2], lambda raw: b"", lambda raw: b"\x80\x04]q\x00."])
+@pytest.mark.parametrize("stored", [in_two_files, pickled])
+def test_published_weights_that_are_damaged_are_named(
+    world: World, exported: RunPaths, stored: Callable[[Path], None], damage: Callable[[bytes], bytes]
+) -> None:
+    folder = exported.export("vllm")
+    stored(folder)
+    file = next(file for pattern in ("*.bin", "model-1.*") for file in folder.glob(pattern))
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin.*read|index.json.*read"):
+        load_engine_draft(folder, world.facts, world.head)
 
 
 @pytest.mark.parametrize(

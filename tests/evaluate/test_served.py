@@ -161,7 +161,14 @@ def test_a_draft_that_sglang_cannot_hold_is_refused_before_and_after_the_export(
     with pytest.raises(RequestError, match="SGLang cannot hold this draft: norm_before_residual") as late:
         run(recipe, paths)
     for caught in (early, late):
-        assert "train.draft.norm_before_residual=false" in (caught.value.hint or "")
+        assert "train.draft.norm_before_residual=false" in f"{caught.value} {caught.value.hint}"
+
+
+def test_an_address_where_nobody_is_comes_back_with_a_remedy(plain_recipe_of):
+    recipe, paths = plain_recipe_of(url="http://127.0.0.1:9", baseline_url="http://127.0.0.1:9")
+    with pytest.raises(EngineError, match="refused") as caught:
+        run(recipe, paths)
+    assert "is an engine running" in (caught.value.hint or "")
 
 
 def test_an_sglang_that_is_not_installed_is_missed_before_anything_is_trained(plain_recipe_of):

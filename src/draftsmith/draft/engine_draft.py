@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -24,7 +26,7 @@ from draftsmith.layers import default_aux_layer_ids
 from draftsmith.records import TargetFacts
 from draftsmith.target import TargetHead
 
-MANIFEST = "draftsmith.json"
+MANIFEST, INDEX, PICKLED = "draftsmith.json", "model.safetensors.index.json", "pytorch_model.bin"
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _SAME_TARGET = ("config_sha256", "weights_sha256", "tokenizer_sha256", "template_sha256", "quantization", "dtype")
 
@@ -43,12 +45,7 @@ def load_engine_draft(folder: Path, facts: TargetFacts, head: TargetHead) -> tup
     root = _read_json(folder / CONFIG)
     config, silent = _config(root, facts, folder)
     _refuse_other_shape(config, facts, folder)
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot be read: {error}", where=str(folder / WEIGHTS), hint="export it anew, or fetch it again"
-        ) from error
+    tensors = _read_tensors(folder)
     rename = from_sglang if any(name.startswith(SGLANG) for name in tensors) else from_vllm
     tensors = rename_all(tensors, rename)
     draft = Draft(config)
@@ -64,6 +61,23 @@ def load_engine_draft(folder: Path, facts: TargetFacts, head: TargetHead) -> tup
     draft.load_state_dict({name: x for name, x in tensors.items() if name not in unread}, assign=True, strict=False)
     found = silent + [f"the weights hold {name}, which config.json has no place for" for name in unread]
     return draft.to(head.embedding.device).requires_grad_(False), found + _against_manifest(folder, config, facts)
+
+
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """In one file or several. The first EAGLE-3 drafts that were published are pickled by torch."""
+    names = {name: folder / name for name in (WEIGHTS, INDEX, PICKLED) if (folder / name).exists()}
+    file = next(iter(names.values()), folder / WEIGHTS)
+    try:
+        if file.name == PICKLED:
+            return {**torch.load(file, map_location="cpu", weights_only=True)}
+        if file.name == WEIGHTS:
+            return load_file(file)
+        files = set(_section(_read_json(file), "weight_map", file).values())
+        return {name: tensor for one in sorted(files) for name, tensor in load_file(folder / one).items()}
+    except (OSError, SafetensorError, UnpicklingError, RuntimeError, EOFError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot be read: {error}", where=str(file), hint="export it anew, or fetch it again"
+        ) from error
 
 
 def _config(root: dict[str, Any], facts: TargetFacts, folder: Path) -> tuple[DraftConfig, list[str]]:

@@ -128,7 +128,10 @@ def sglang_obstacles(config: DraftConfig, facts: TargetFacts) -> list[str]:
     """
     obstacles = []
     if config.norm_before_residual:
-        obstacles.append("norm_before_residual: its residual stream starts from the state before hidden_norm")
+        obstacles.append(
+            "norm_before_residual: its residual stream starts from the state before hidden_norm, as that of a draft "
+            "trained with train.draft.norm_before_residual=false"
+        )
     if len(config.aux_layer_ids) * config.target_hidden_size == config.hidden_size:
         obstacles.append("fc: it is passed over where its input is as wide as its output")
     if facts.attention == "mla" and config.aux_layer_ids[0] != 2:
