@@ -238,13 +238,24 @@ def export(recipe: RecipeArgument, overrides: Overrides = None, as_json: Json = 
 
 @app.command()
 def serve(
-    recipe: RecipeArgument,
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE|DRAFT", help="YAML file that describes the run, or a draft's folder")
+    ],
     overrides: Overrides = None,
     as_json: Json = False,
     redo: Redo = False,
     start: Annotated[bool, typer.Option("--run", help="Run it, see that it drafts, and serve until Ctrl-C")] = False,
 ) -> None:
     """Print the engine command that serves the target with its draft, or run it."""
+    if recipe.is_dir():
+        from draftsmith.serve.folder import serve_folder
+        from draftsmith.serve.foreground import serve_in_foreground
+        from draftsmith.signals import graceful_stop
+
+        loaded, report = serve_folder(recipe, overrides or [])
+        with graceful_stop():
+            _print(serve_in_foreground(loaded, report) if start else report, as_json)
+        return
     if not start:
         _stage("serve", recipe, overrides, as_json, redo)
         return

@@ -84,11 +84,17 @@ class Engine(Protocol):
     STREAM_PATH: str  # where `stream_request` is posted to
 
     def command(
-        self, recipe: Recipe, facts: TargetFacts, draft: Path | None, num_speculative_tokens: int, **engine_args: Any
+        self,
+        recipe: Recipe,
+        facts: TargetFacts | None,
+        draft: Path | None,
+        num_speculative_tokens: int,
+        **engine_args: Any,
     ) -> list[str]:
         """What a person types to serve.
 
         Args:
+            facts: None where the target was not probed.
             draft: its folder; None: the target alone.
             engine_args: as `serve.engine_args`, which they replace.
         """

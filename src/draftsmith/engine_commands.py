@@ -8,9 +8,10 @@ from draftsmith.recipe import Recipe
 from draftsmith.records import TargetFacts
 
 
-def target_flags(recipe: Recipe, facts: TargetFacts) -> list[str]:
+def target_flags(recipe: Recipe, facts: TargetFacts | None) -> list[str]:
     """What both engines call alike. The revision is the one that was probed; a local folder has none."""
-    flags = ["--revision", facts.revision] if facts.revision else []
+    revision = facts.revision if facts else recipe.target.revision
+    flags = ["--revision", revision] if revision else []
     if recipe.target.dtype != "auto":
         flags += ["--dtype", recipe.target.dtype]
     if recipe.target.trust_remote_code:

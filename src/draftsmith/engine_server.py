@@ -32,13 +32,14 @@ _OF_ANOTHER_PROCESS = (
     *("Engine core initialization failed", "EngineDeadError", "EngineCore encountered"),  # vLLM
     *("scheduler died during initialization", "Initialization failed. Please see"),  # SGLang
 )
+_OWN_MACHINE = re.compile(r"https?://(localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\])(?=[:/]|$)")
 _NOBODY_THERE = (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL)
 
 
 def ask(url: str, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = 300.0) -> httpx.Response:
     """One request. Raises EngineError if there is no good answer."""
     try:
-        response = httpx.request(method, url + path, json=body, timeout=timeout, verify=tls())
+        response = httpx.request(method, url + path, json=body, timeout=timeout, verify=tls(), trust_env=is_remote(url))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         hint = "is an engine running, and is that its address?" if isinstance(error, _NOBODY_THERE) else None
         raise EngineError(f"{type(error).__name__} {error}".strip(), where=url + path, hint=hint) from error
@@ -51,6 +52,11 @@ def ask(url: str, method: str, path: str, body: dict[str, Any] | None = None, ti
 def tls() -> ssl.SSLContext:
     """One for all requests: httpx would read the certificates anew for each client, which takes longer than a burst."""
     return httpx.create_ssl_context()
+
+
+def is_remote(url: str) -> bool:
+    """Whether it is of another machine, so that a proxy of the environment's may be between; none is before our own."""
+    return not _OWN_MACHINE.match(url)
 
 
 def free_port() -> int:
@@ -126,7 +132,8 @@ def _wait_until_healthy(
         if process.poll() is not None:
             raise _failure(process, log, begun, where)
         try:
-            if httpx.get(f"{url}/health", timeout=10.0, verify=tls()).status_code == 200:
+            health = httpx.get(f"{url}/health", timeout=10.0, verify=tls(), trust_env=is_remote(url))
+            if health.status_code == 200:
                 return
         except httpx.TransportError:
             pass  # it does not listen yet

@@ -38,7 +38,7 @@ _OF_VLLM = {  # name there: name here
 
 
 def command(
-    recipe: Recipe, facts: TargetFacts, draft: Path | None, num_speculative_tokens: int, **engine_args: Any
+    recipe: Recipe, facts: TargetFacts | None, draft: Path | None, num_speculative_tokens: int, **engine_args: Any
 ) -> list[str]:
     """With a draft a chain, as in vLLM: of one token more than is drafted."""
     arguments = ["python", *_MODULE, "--model-path", recipe.target.name_for_engines, *target_flags(recipe, facts)]

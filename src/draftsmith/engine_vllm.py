@@ -35,7 +35,7 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 
 def command(
-    recipe: Recipe, facts: TargetFacts, draft: Path | None, num_speculative_tokens: int, **engine_args: Any
+    recipe: Recipe, facts: TargetFacts | None, draft: Path | None, num_speculative_tokens: int, **engine_args: Any
 ) -> list[str]:
     arguments = ["vllm", "serve", recipe.target.name_for_engines, *target_flags(recipe, facts)]
     if recipe.serve.tensor_parallel_size > 1:

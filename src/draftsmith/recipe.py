@@ -238,7 +238,8 @@ class Served(Section):
     prompt_sets: list[str] = Field(
         ["held_out"],
         min_length=1,
-        description="held_out, mt_bench, humaneval, or a JSON-lines file with `prompt`, `question` or `messages`",
+        description="held_out, mt_bench (first turns), humaneval, or a file of JSON lines or one array, whose records "
+        "have `prompt`, `question`, `messages` or ShareGPT's `conversations`",
     )
     prompts: PositiveInt = Field(80, description="Of each set, at most; asked again where more are in flight")
     max_tokens: Annotated[int, Field(ge=8)] = Field(
@@ -341,6 +342,8 @@ def load(path: Path | str, overrides: list[str] | tuple[str, ...] = ()) -> Recip
         raise RecipeError(
             "there is no such recipe", where=str(path), hint="give the path of a YAML file; recipes/ has some"
         ) from error
+    except IsADirectoryError as error:
+        raise RecipeError("is a folder", where=str(path), hint="give the YAML file that describes the run") from error
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot be read: {error}", where=str(path)) from error
     tree = _read_yaml(text, str(path))

@@ -14,7 +14,7 @@ import pytest
 from draftsmith import engine_vllm, export
 from draftsmith.errors import CheckFailed, EngineError, MissingExtraError, MissingInputError, RequestError
 from draftsmith.evaluate import run
-from draftsmith.evaluate.served import check_served
+from draftsmith.evaluate.served import _side, check_served, make_plan
 from draftsmith.recipe import Recipe
 from draftsmith.rundir import RunPaths, write_json
 from tests.evaluate.builders import PROMPTS, World, build_run, make_draft, make_recipe, seen_ids
@@ -169,6 +169,35 @@ def test_an_address_where_nobody_is_comes_back_with_a_remedy(plain_recipe_of):
     with pytest.raises(EngineError, match="refused") as caught:
         run(recipe, paths)
     assert "is an engine running" in (caught.value.hint or "")
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_engines_on_this_machine(plain_recipe_of, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with serving(Engine(drafting=False)) as alone, serving(Engine()) as drafting:
+        recipe, paths = plain_recipe_of(url=drafting, baseline_url=alone)
+        assert run(recipe, paths)["step_costs"]["target_seconds"]
+
+
+def test_an_engine_that_runs_fewer_sequences_than_are_measured_at_once_is_refused_before_it_starts(recipe_of):
+    recipe, _ = recipe_of(concurrency=[1, 64], num_speculative_tokens=[5])
+    for given in ({"max_num_seqs": 383}, {"max_running_requests": 64}):
+        serve = recipe.serve.model_copy(update={"engine_args": given})
+        with pytest.raises(RequestError, match="measured by 384"):
+            check_served(recipe.model_copy(update={"serve": serve}))
+    serve = recipe.serve.model_copy(update={"engine_args": {"max_num_seqs": 384}})
+    check_served(recipe.model_copy(update={"serve": serve}))
+
+
+def test_where_an_engine_listens_while_it_is_measured_is_not_where_it_will_serve(recipe_of):
+    recipe, paths = recipe_of()
+    given = {"host": "10.0.0.5", "port": 80, "api_key": "secret"}
+    plan = make_plan(recipe.model_copy(update={"serve": recipe.serve.model_copy(update={"engine_args": given})}), paths)
+    command = _side(plan, 0).command
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    assert not {"--port", "--api-key"} & set(command)
 
 
 def test_an_sglang_that_is_not_installed_is_missed_before_anything_is_trained(plain_recipe_of):

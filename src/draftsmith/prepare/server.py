@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from draftsmith.engine_server import is_remote
 from draftsmith.errors import EngineError, RequestError
 from draftsmith.prepare.answers import FINISHED, Answer, Origin
 from draftsmith.prepare.dialogue import Request, message_of
@@ -57,6 +58,7 @@ async def _drive(talks: Talks, chat: Chat, recipe: Recipe, bar: Progress) -> Non
         headers={"Authorization": f"Bearer {key}"} if key else {},
         timeout=httpx.Timeout(settings.timeout_seconds, connect=_CONNECT_SECONDS, pool=None),
         limits=httpx.Limits(max_connections=settings.batch_size),
+        trust_env=is_remote(settings.url or ""),
     ) as client:
         server = _Server(client, chat, recipe)
         begun = talks.begin()

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.errors import RequestError
 from draftsmith.recipe import Recipe
+from draftsmith.records import TargetFacts
 from draftsmith.rundir import RunPaths
+
+if TYPE_CHECKING:
+    from draftsmith.engine_api import Engine
 
 
 def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
@@ -23,27 +28,40 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     engine = ENGINES[recipe.serve.engine]
     folder = exported_draft(paths, engine, f"serve.engine={engine.NAME}")
     manifest = json.loads((folder / "draftsmith.json").read_text(encoding="utf-8"))
-    heads, devices = manifest["draft"]["num_attention_heads"], recipe.serve.tensor_parallel_size
-    if heads % devices:
+    draft_tokens, notes = choose_draft_tokens(recipe, paths)
+    heads, requires = manifest["draft"]["num_attention_heads"], manifest["requires"]
+    return report_of(recipe, engine, paths.read_facts(), folder, heads, draft_tokens, requires, notes)
+
+
+def report_of(
+    recipe: Recipe,
+    engine: Engine,
+    facts: TargetFacts | None,
+    folder: Path,
+    heads: int | None,
+    draft_tokens: int,
+    requires: list[str],
+    notes: list[str],
+) -> dict[str, Any]:
+    """The command for the draft in `folder`, whose attention has so many heads, and what a person should know of it.
+
+    Raises RequestError if it cannot be split over so many devices.
+    """
+    devices = recipe.serve.tensor_parallel_size
+    if heads is not None and heads % devices:
         raise RequestError(
             f"the draft's {heads} attention heads cannot be split over {devices} devices",
             where="serve.tensor_parallel_size",
             hint="use a divisor of the heads, or train with train.draft.num_attention_heads that it divides",
         )
-    facts = paths.read_facts()
-    draft_tokens, notes = choose_draft_tokens(recipe, paths)
     arguments = engine.command(recipe, facts, folder, draft_tokens)
-    notes += engine.command_notes(arguments)
+    notes = [*notes, *engine.command_notes(arguments)]
     return {
         "engine": engine.NAME,
         "command": shlex.join(arguments),
         "arguments": arguments,
         "num_speculative_tokens": draft_tokens,
-        "requires": manifest["requires"],
+        "requires": requires,
         "notes": notes,
-        "summary": [
-            shlex.join(arguments),
-            *(f"# needs {need}" for need in manifest["requires"]),
-            *(f"# {note}" for note in notes),
-        ],
+        "summary": [shlex.join(arguments), *(f"# needs {need}" for need in requires), *(f"# {note}" for note in notes)],
     }

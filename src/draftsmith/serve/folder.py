@@ -1,0 +1,76 @@
+"""The command for a draft that is not of a run: an export that was copied away, or a published draft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith import recipe as recipes
+from draftsmith.engines import ENGINES
+from draftsmith.errors import CheckpointError, RequestError
+from draftsmith.recipe import Recipe
+from draftsmith.serve import report_of
+
+CONFIG, MANIFEST = "config.json", "draftsmith.json"
+
+
+def serve_folder(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, dict[str, Any]]:
+    """The report of `serve` for a draft's folder, and the recipe that it follows: the defaults, and the overrides.
+
+    Target, engine and K are those that the folder names, unless the overrides do.
+
+    Raises:
+        CheckpointError: it is no draft as an engine takes it.
+        RequestError: nobody says which target it was made for, it is in another engine's format, or it cannot be split
+            over so many devices.
+    """
+    config, manifest = _read(folder / CONFIG), _read(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
+    if "architectures" not in config:
+        raise CheckpointError(
+            "is not a draft as an engine takes it",
+            where=str(folder),
+            hint="give RUN/export/vllm, a published draft's folder, or a recipe",
+        )
+    speculators = config.get("speculators_config") or {}
+    verifier, made_for = speculators.get("verifier") or {}, manifest.get("target") or {}
+    target = {"model": made_for.get("model") or verifier.get("name_or_path"), "revision": made_for.get("revision")}
+    if any(override.startswith("target.model=") for override in overrides):
+        target = {}
+    elif target["model"] is None:
+        raise RequestError(
+            "does not say which target it was made for",
+            where=str(folder),
+            hint=f"draftsmith serve {folder} target.model=FOLDER_OR_HUB_ID",
+        )
+    tree = {"name": folder.resolve().name, "target": target, "serve": {"engine": manifest.get("format", "vllm")}}
+    recipe = recipes.parse(tree, overrides)
+    proposals = [proposal.get("speculative_tokens") for proposal in speculators.get("proposal_methods") or []]
+    said = (recipe.serve.num_speculative_tokens, manifest.get("num_speculative_tokens"), *proposals)
+    draft_tokens = next((k for k in said if k), recipe.num_speculative_tokens)
+    heads = config.get("transformer_layer_config", config).get("num_attention_heads")
+    engine = ENGINES[recipe.serve.engine]
+    if engine.NAME == "sglang" and "transformer_layer_config" in config:
+        raise RequestError(
+            "is in vLLM's format, of which SGLang would pass over the decoder layer's weights without a word",
+            where=str(folder),
+            hint="serve.engine=vllm; or export it for SGLang, which export.formats does by itself where it can hold it",
+        )
+    return recipe, report_of(recipe, engine, None, folder, heads, draft_tokens, manifest.get("requires", []), [])
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            "holds no draft: there is no config.json",
+            where=str(file.parent),
+            hint="give RUN/export/vllm, a published draft's folder, or a recipe",
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot be read: {error}", where=str(file)) from error
+    if not isinstance(data, dict):
+        raise CheckpointError("is not a mapping", where=str(file))
+    return data
