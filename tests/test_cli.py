@@ -104,3 +104,22 @@ def test_an_interrupted_command_says_what_becomes_of_the_work(tiny_target, tmp_p
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "stopped at once" in said
+
+
+def test_what_the_file_system_refuses_is_no_fault_of_ours(tiny_target, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    recipe = tmp_path / "recipe.yaml"
+    for run_dir in (tmp_path / "file" / "x", tmp_path / "loop" / "x", tmp_path / ("a" * 300)):
+        recipe.write_text(json.dumps({"name": "t", "run_dir": str(run_dir), "target": {"model": str(tiny_target)}}))
+        for arguments in (["probe", str(recipe)], ["report", str(run_dir)]):
+            done = draftsmith(*arguments)
+            assert done.returncode in (1, 2)
+            assert "Traceback" not in done.stderr
+            assert str(run_dir)[:60] in done.stderr
+            assert "hint" in done.stderr
+
+
+def test_closed_streams_are_no_fault_of_ours():
+    done = subprocess.run(f"{sys.executable} -m draftsmith recipe >&-", shell=True, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -74,7 +74,7 @@ def test_a_finished_run_is_not_done_again(finished):
     assert again.returncode == 0, again.stderr
     assert (finished / "runs/tiny/train/checkpoints/final/model.safetensors").stat().st_mtime_ns == before
     again = [(stage, "skipped") for stage in STAGES if stage not in ALWAYS]
-    again += [(stage, event) for stage in ALWAYS for event in ("resumed", "done")]
+    again += [(stage, event) for stage in ALWAYS for event in ("started", "done")]
     assert events(finished)[-len(again) :] == again
 
 
@@ -378,3 +378,23 @@ def test_a_stage_of_which_nothing_came_takes_other_settings(tmp_path, tiny_targe
     events = [json.loads(line) for line in (tmp_path / "runs/tiny/events.jsonl").read_text().splitlines()]
     happened = [event["event"] for event in events if event["stage"] == "prepare"]
     assert happened == ["started", "failed", "started", "done"]
+
+
+def test_empty_files_are_nothing_and_a_finished_stage_says_so(tmp_path, tiny_target):
+    write_recipe(tmp_path, tiny_target)
+    assert draftsmith("probe", "recipe.yaml", cwd=tmp_path).returncode == 0
+    wrong = draftsmith("prepare", "recipe.yaml", "prepare.chat_template_kwargs={tokenize: false}", cwd=tmp_path)
+    assert wrong.returncode != 0
+    mended = draftsmith("prepare", "recipe.yaml", cwd=tmp_path)
+    assert mended.returncode == 0, mended.stderr
+    assert "done already" not in mended.stderr
+    assert "prepare: done already" in draftsmith("prepare", "recipe.yaml", cwd=tmp_path).stderr
+
+
+def test_a_damaged_record_of_what_is_made_every_time_stands_in_nobodys_way(finished, tmp_path):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    record = copy / "runs/tiny/report/stage.json"
+    record.write_text("{")
+    done = draftsmith("run", "recipe.yaml", cwd=copy)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(record.read_text())["status"] == "done"

@@ -74,6 +74,34 @@ def test_a_recipe_that_is_not_there_or_not_text_is_refused(tmp_path):
         recipe.load(binary)
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("prepare.chat_template_kwargs={a: 2024-01-01}", "is no text, number"),
+        ("prepare.chat_template_kwargs={a: [.nan]}", "not a finite number"),
+        ("serve.engine_args={a: !!set {x}}", "is no text, number"),
+        ("extract.engine_args={a: !!binary aGVsbG8=}", "is no text, number"),
+        ("serve.engine_args={a: {[1]: 2}}", "not valid YAML"),
+        ("serve.engine_args={a: {1.5: 2}}", "is no name"),
+        ('run_dir="/tmp/a\\0b"', "no path or text"),
+        ('run_dir="/tmp/\\ud800"', "no path or text"),
+        ("prepare.sources.².path=x", "is not one of the"),
+        ("prepare.sources." + "9" * 5000 + ".path=x", "is not one of the"),
+        ("train.max_steps=true", "should be a number"),
+        ("train.learning_rate=false", "should be a number"),
+    ],
+)
+def test_what_yaml_can_say_and_a_run_cannot_hold_is_refused_by_name(tmp_path, override, says):
+    file = write(tmp_path, MINIMAL + "prepare:\n  sources: [{path: a}]\n")
+    with pytest.raises(RecipeError, match=says):
+        recipe.load(file, [override])
+
+
+def test_the_choices_of_a_setting_are_listed():
+    line = next(line for line in recipe.describe().splitlines() if line.startswith("prepare.regenerate.using "))
+    assert line.endswith("[none, server, transformers]")
+
+
 def test_a_recipe_is_frozen(tmp_path):
     loaded = recipe.load(write(tmp_path, MINIMAL))
     with pytest.raises(ValueError, match="frozen"):

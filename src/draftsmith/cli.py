@@ -48,9 +48,7 @@ Redo = Annotated[bool, typer.Option("--redo", help="Delete the results there are
 
 def main() -> None:
     """Entry point of the `draftsmith` command."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without Unicode shows less, and nothing fails
+    _mend_streams()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's word is Ctrl-C's
     try:
         code = app(standalone_mode=False) or 0  # where it does not stand alone, typer.Exit becomes a return value
@@ -71,14 +69,32 @@ def main() -> None:
         if hasattr(error, "format_message"):  # click's: the arguments do not fit
             print(f"error: {error.format_message()}\n  hint: see `draftsmith --help`", file=sys.stderr)
             sys.exit(2)
-        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or what is left is tried again at the end
-            if error.errno == errno.EPIPE:  # the reader went away
-                sys.exit(1)
-            print(f"error: {error}\n  hint: make room where it runs and where its output goes", file=sys.stderr)
-            sys.exit(1)
+        if isinstance(error, OSError):
+            _end_with(error)
         traceback.print_exc()
         print("error: this is a fault of draftsmith; please report it with the lines above", file=sys.stderr)
+        sys.exit(1)
+
+
+def _mend_streams() -> None:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode shows less, and nothing fails
+
+
+def _end_with(error: OSError) -> None:
+    """Say what the file system refuses, and end; return where it is not that."""
+    if error.errno in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or what is left is tried again at the end
+        if error.errno == errno.EPIPE:  # the reader went away
+            sys.exit(1)
+        print(f"error: {error}\n  hint: make room where it runs and where its output goes", file=sys.stderr)
+        sys.exit(1)
+    if error.filename is not None:
+        print(f"error: the file system refuses: {error}\n  hint: see that path, and the rights to it", file=sys.stderr)
         sys.exit(1)
 
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 import httpx
 
 from draftsmith.engine_api import Engine
-from draftsmith.errors import EngineError, MissingExtraError
+from draftsmith.errors import EngineError, MissingExtraError, RequestError
 from draftsmith.signals import check_stop
 
 _POLL_SECONDS = 0.25
@@ -79,10 +79,12 @@ def engine_server(
 
     Raises:
         MissingExtraError: the engine is not installed.
+        RequestError: something listens at `url` already, and would be taken for it.
         EngineError: it ended or did not come up in time; names the last exception of the log.
         Interrupted: a stop was asked for before it was up.
     """
     require_installed(engine, where)
+    _refuse_taken(url, where)
     command = engine.own_command(command)
     if log is None:
         with _process(command, sys.stderr) as process:
@@ -100,6 +102,16 @@ def engine_server(
                 if process.poll() is None or error.detail:
                     raise
                 raise _failure(process, log, begun, where) from error
+
+
+def _refuse_taken(url: str, where: str) -> None:
+    try:
+        httpx.get(url, timeout=10.0, verify=tls(), trust_env=is_remote(url))
+    except (httpx.ConnectError, httpx.ConnectTimeout):
+        return
+    except httpx.HTTPError:
+        pass  # whatever it is, it listens
+    raise RequestError("something listens there already", where=url, hint="stop it, or set another serve.port")
 
 
 def require_installed(engine: Engine, where: str) -> None:

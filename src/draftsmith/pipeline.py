@@ -104,13 +104,13 @@ def _run_alone(
     if redo and paths.stage_file(stage).exists():
         append_event(paths, stage, "redo")
         shutil.rmtree(paths.stage(stage))
-    state = read_state(paths, stage)
-    if state is not None and [*paths.stage(stage).iterdir()] == [paths.stage_file(stage)] and state["status"] != "done":
-        state = None  # nothing came of it: mended settings are no other ones
+    state = None if stage in ALWAYS else read_state(paths, stage)
+    if state is not None and state["status"] != "done" and not _came_of_it(paths, stage):
+        state = None  # mended settings are no other ones
     if state is not None:
         recorded = state["fingerprint"]
         differing = differences({**recorded, "settings": as_of_now(recorded["settings"], recipe)}, wanted)
-        if differing and stage not in ALWAYS:
+        if differing:
             raise StaleError(
                 f"{'was done' if state['status'] == 'done' else 'was begun'} with "
                 f"{'other settings or inputs' if len(differing) > 1 else 'another setting or input'}: "
@@ -119,14 +119,15 @@ def _run_alone(
                 hint="restore them, use another run_dir, or give --redo to delete this stage's results and do it again",
             )
         _refuse_damage(stage, stage, paths)
-        if state["status"] == "done" and stage not in ALWAYS and not _goes_on(stage, recipe):
+        if state["status"] == "done" and not _goes_on(stage, recipe):
             append_event(paths, stage, "skipped")
+            print(f"{stage}: done already", file=sys.stderr)
             return state["report"]
     resuming = state is not None
     started = time.time()
     record: dict[str, Any] = {"status": "running", "fingerprint": wanted, "version": __version__}
     record["machine"] = describe_machine()
-    if state is not None and state["status"] == "done" and stage not in ALWAYS:
+    if state is not None and state["status"] == "done":
         # It goes on, and stays done if that is cut short; served.json is written before it is on record again.
         write_json(paths.stage_file(stage), {**state, "outputs": _without(state.get("outputs", {}), paths.served.name)})
     else:
@@ -147,6 +148,12 @@ def _run_alone(
     write_json(paths.stage_file(stage), done)
     append_event(paths, stage, "done", seconds=seconds)
     return report
+
+
+def _came_of_it(paths: RunPaths, stage: str) -> bool:
+    """Whether a stage left more than its record. An empty file is nothing; an empty folder may be a disk's."""
+    found = (file for file in paths.stage(stage).iterdir() if file != paths.stage_file(stage))
+    return any(not file.is_file() or file.stat().st_size for file in found)
 
 
 def _without(outputs: dict[str, str], name: str) -> dict[str, str]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -45,6 +46,15 @@ LossKind = Literal["soft_cross_entropy", "forward_kl", "lk", "lk_hybrid"]
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML's `true` is not 1."""
+        kinds = _kinds_of(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
+            raise PydanticCustomError("number", "should be a number, not true or false")
+        return value
+
     def identity(self) -> dict[str, Any]:
         """The settings that a result depends on, nested sections included, as plain JSON values."""
         chosen: dict[str, Any] = {}
@@ -54,6 +64,16 @@ class Section(BaseModel):
             value = getattr(self, name)
             chosen[name] = value.identity() if isinstance(value, Section) else _plain(value)
         return chosen
+
+
+def _kinds_of(annotation: Any) -> set[Any]:
+    """Types that an annotation speaks of, and values of its literals."""
+    inner = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return _kinds_of(inner[0])
+    if get_origin(annotation) is Literal:
+        return set(inner)
+    return set().union(*map(_kinds_of, inner)) if inner else {annotation}
 
 
 def _plain(value: Any) -> Any:
@@ -389,11 +409,30 @@ def parse(tree: dict[str, Any], overrides: Sequence[str] = (), where: str = "rec
     """
     for override in overrides:
         _apply(tree, override)
+    _refuse_odd_values(tree, where)
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
         problems = [_explain(detail) for detail in error.errors()]
         raise RecipeError("; ".join(problems), where=where, hint="`draftsmith recipe` prints every setting") from None
+
+
+def _refuse_odd_values(value: Any, where: str, name: str = "") -> None:
+    """Raises RecipeError for what YAML can say and neither a path, a command line nor the run's records can hold."""
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_odd_values(item, where, f"{name}.{key}" if name else str(key))
+            if not isinstance(key, str | int):
+                raise RecipeError(f"`{name}`: {key!r} is no name", where=where)
+    elif isinstance(value, str):
+        if "\0" in value or value != value.encode(errors="replace").decode():
+            raise RecipeError(f"`{name}`: has a character that no path or text can have", where=where)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise RecipeError(f"`{name}`: {value} is not a finite number", where=where)
+    elif not isinstance(value, int | float | Path | None):
+        raise RecipeError(
+            f"`{name}`: {value!r} is no text, number, list or mapping", where=where, hint="quote it, if it is a text"
+        )
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -422,7 +461,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _index(items: list[Any], key: str, override: str) -> int:
-    if not key.isdigit() or int(key) >= len(items):
+    if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= len(items):
         raise RecipeError(f"`{key}` is not one of the {len(items)} items, counted from 0", where=override)
     return int(key)
 
@@ -483,7 +522,9 @@ def describe() -> str:
     for name, info in every_setting().items():
         value = info.get_default(call_default_factory=True)
         default = "required" if info.is_required() else json.dumps(value, default=str)
-        lines.append(f"{name:<42} {default:<14} {info.description or ''}".rstrip())
+        choices = sorted(kind for kind in _kinds_of(info.annotation) if isinstance(kind, str))
+        said = " ".join(filter(None, (info.description, f"[{', '.join(choices)}]" if choices else "")))
+        lines.append(f"{name:<42} {default:<14} {said}".rstrip())
     return "\n".join(lines)
 
 

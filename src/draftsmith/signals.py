@@ -1,7 +1,8 @@
 """Stopping at a safe point: the first Ctrl-C or SIGTERM asks, the second insists.
 
-Under torchrun none insists: a scheduler signals every process, and torchrun hands the same signal on to each. It kills
-what has not ended half a minute later.
+So does a terminal that is closed (SIGHUP), unless the process was told to outlive it (nohup). Under torchrun none
+insists: a scheduler signals every process, and torchrun hands the same signal on to each. It kills what has not ended
+half a minute later.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from draftsmith import launch
@@ -31,12 +32,14 @@ def graceful_stop() -> Iterator[None]:
             raise KeyboardInterrupt
         if not _requested:
             more = "; once more to stop at once" if alone else ""
-            os.write(
-                2, f"stopping at the next safe point{more}\n".encode()
-            )  # where this interrupts, print may be at work
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, f"stopping at the next safe point{more}\n".encode())  # print may be at work where this is
         _requested = True
 
-    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, request) for number in numbers}
     try:
         yield
     finally:

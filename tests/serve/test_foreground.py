@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_it_says_that_the_engine_drafts_and_a_signal_ends_engine_and_workers(command, number):
     process = start(command, "drafts")
     lines = []
@@ -124,6 +125,19 @@ def test_it_says_that_the_engine_drafts_and_a_signal_ends_engine_and_workers(com
     assert started["arguments"][0] in ("--model", "--model-path")
     assert draft in started["arguments"]
     assert not runs(started["worker"])
+
+
+def test_a_stranger_that_listens_there_already_is_not_taken_for_the_engine(command):
+    port = yaml.safe_load((command["started"].parent / "recipe.yaml").read_text())["serve"]["port"]
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        stranger.bind(("127.0.0.1", port))
+        stranger.listen()
+        threading.Thread(target=lambda: stranger.accept()[0].close(), daemon=True).start()
+        _, errors = start(command, "drafts").communicate(timeout=60)
+    assert "something listens there already" in errors
+    assert "serve.port" in errors
+    assert not command["started"].exists(), "no engine was started"
 
 
 def test_an_engine_that_does_not_draft_is_ended_with_a_check_that_says_so(command):

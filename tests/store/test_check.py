@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from draftsmith.errors import StoreError
-from draftsmith.store.check import repair, verify
+from draftsmith.store.check import refuse_shortened, repair, verify
 from draftsmith.store.commands import app
 from draftsmith.store.shards import Store
 from draftsmith.store.writer import StoreWriter
@@ -83,6 +83,22 @@ def test_repair_leaves_a_sound_store_and_its_stage_as_they_are(tmp_path: Path) -
     assert repair(folder)["sound"]
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"} == before
     assert (tmp_path / "extract" / "stage.json").read_text() == '{"status": "done"}'
+
+
+def test_a_store_with_fewer_samples_than_its_stage_left_is_refused_until_repair_lets_that_go_on(tmp_path: Path) -> None:
+    folder, stage = write_store(tmp_path / "extract" / "store", some_features()), tmp_path / "extract" / "stage.json"
+    samples = len(Store.open(folder))
+    stage.write_text(json.dumps({"status": "done", "report": {"samples": samples}}))
+    refuse_shortened(folder, samples)
+    assert verify(folder)["sound"]
+    stage.write_text(json.dumps({"status": "done", "report": {"samples": samples + 2}}))
+    with pytest.raises(StoreError, match=f"has {samples} samples of the {samples + 2}") as caught:
+        refuse_shortened(folder, samples)
+    assert "store repair" in (caught.value.hint or "")
+    assert not verify(folder)["sound"]
+    repair(folder)
+    assert json.loads(stage.read_text()) == {"status": "running"}
+    refuse_shortened(folder, samples)
 
 
 def test_a_store_that_is_being_written_is_not_repaired(tmp_path: Path) -> None:

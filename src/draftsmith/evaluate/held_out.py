@@ -22,6 +22,7 @@ from draftsmith.evaluate.speculate import TargetReader, speculative_decode
 from draftsmith.recipe import Recipe
 from draftsmith.records import Features, TargetFacts
 from draftsmith.rundir import RunPaths
+from draftsmith.store.check import refuse_shortened
 from draftsmith.store.manifest import identity
 from draftsmith.store.shards import Store
 from draftsmith.target import (
@@ -68,6 +69,7 @@ def open_held_out(recipe: Recipe, paths: RunPaths) -> HeldOut:
     dtype = pick_dtype(recipe.evaluate.dtype, facts, device)
     head = load_head(facts, device, dtype)
     store = Store.open(paths.require(paths.store, "extract"), expect=identity(facts))
+    refuse_shortened(paths.store, len(store))
     indexes = {
         id: i for i, (id, split) in enumerate(zip(store.sample_ids, store.splits, strict=True)) if split == "validation"
     }

@@ -82,6 +82,8 @@ def _examine(folder: Path, manifest: Manifest, ignore_unlisted: bool) -> Finding
         read_ledger(folder)
     except StoreError as error:
         problems = problems or [error.what]
+    if not problems and (problem := _shortened(folder, sum(len(entry.sample_ids) for entry in entries))):
+        problems = [problem]
     listed = {entry.shard for entry in entries}
     unlisted = [] if ignore_unlisted else [name for name in shards_in(folder) if name not in listed]
     damaged: dict[str, str] = {}
@@ -98,6 +100,24 @@ def _examine(folder: Path, manifest: Manifest, ignore_unlisted: bool) -> Finding
                 damaged[entry.shard] = error.what
             bar.advance(entry.bytes)
     return Findings(entries, dict(sorted(damaged.items())), problems, unlisted)
+
+
+def refuse_shortened(folder: Path, samples: int) -> None:
+    """Raises StoreError if a store has fewer samples than the stage left that filled it."""
+    if problem := _shortened(folder, samples):
+        raise StoreError(
+            problem,
+            where=str(folder),
+            hint=f"`draftsmith store repair {folder}`, then `draftsmith extract RECIPE` makes what is missing",
+        )
+
+
+def _shortened(folder: Path, samples: int) -> str | None:
+    stage_file = folder.parent / "stage.json"
+    if not stage_file.is_file():  # a store that was merged or copied has none
+        return None
+    left = (json.loads(stage_file.read_text(encoding="utf-8")).get("report") or {}).get("samples", 0)
+    return f"has {samples:,} samples of the {left:,} that were extracted" if samples < left else None
 
 
 def _take_up_again(stage_file: Path) -> None:

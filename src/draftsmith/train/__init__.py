@@ -17,6 +17,7 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
 
     from draftsmith.draft.files import save_draft, write_draft
     from draftsmith.rundir import append_event
+    from draftsmith.store.check import refuse_shortened
     from draftsmith.store.manifest import identity
     from draftsmith.store.shards import Store
     from draftsmith.target import load_head, pick_dtype, read_facts_of_run
@@ -30,6 +31,7 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     # The head begins with the final norm, so states that it was applied to would be normed twice.
     expected = {**identity(facts), "final_norm_applied": False}
     store = Store.open(paths.require(paths.store, "extract"), expect=expected)
+    refuse_shortened(paths.store, len(store))
     head = load_head(facts, device, pick_dtype("auto", facts, device))
     draft, notes = first_draft(recipe, paths, facts, head, store.manifest.aux_layer_ids)
     if ranks.is_first:
