@@ -21,6 +21,14 @@ def test_help_names_every_stage():
         assert word in text
 
 
+@pytest.mark.parametrize("arguments", [[], ["store"]])
+def test_nothing_asked_gets_the_help_and_no_error(arguments):
+    done = draftsmith(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Usage:")
+    assert "hint" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

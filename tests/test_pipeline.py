@@ -90,7 +90,7 @@ def test_the_evaluation_says_what_the_contract_promises(finished):
     ("stage", "override", "says"),
     [
         ("train", "train.learning_rate=0.5", "train.learning_rate: 0.0001 → 0.5"),
-        ("extract", "extract.codec=bf16", "extract.codec: 'fp32' → 'bf16'"),
+        ("extract", "extract.codec=bf16", "extract.codec: fp32 → bf16"),
         ("prepare", "seed=3", "seed: 0 → 3"),
     ],
 )
@@ -398,3 +398,14 @@ def test_a_damaged_record_of_what_is_made_every_time_stands_in_nobodys_way(finis
     done = draftsmith("run", "recipe.yaml", cwd=copy)
     assert done.returncode == 0, done.stderr
     assert json.loads(record.read_text())["status"] == "done"
+
+
+@pytest.mark.parametrize(("fraction", "split"), [(0, "validation"), (0.99999, "train")])
+def test_a_run_of_which_nothing_could_be_measured_or_trained_ends_before_it_costs_anything(
+    tmp_path, tiny_target, fraction, split
+):
+    write_recipe(tmp_path, tiny_target)
+    done = draftsmith("run", "recipe.yaml", f"prepare.validation_fraction={fraction}", cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"no conversation fell to {split}" in done.stderr
+    assert not (tmp_path / "runs/tiny/extract/store").exists()

@@ -67,6 +67,9 @@ def main() -> None:
         sys.exit(1)
     except Exception as error:  # noqa: BLE001 - the outermost frame: nothing carries on after it
         if hasattr(error, "format_message"):  # click's: the arguments do not fit
+            if error.format_message().startswith("Usage:"):  # nothing was asked, and it is the help
+                print(error.format_message(), file=sys.stderr)
+                sys.exit(2)
             print(f"error: {error.format_message()}\n  hint: see `draftsmith --help`", file=sys.stderr)
             sys.exit(2)
         if isinstance(error, OSError):

@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from draftsmith import __version__, launch
-from draftsmith.errors import DraftsmithError, Interrupted, MissingInputError, RequestError, StaleError
+from draftsmith.errors import DataError, DraftsmithError, Interrupted, MissingInputError, RequestError, StaleError
 from draftsmith.machine import describe_machine
 from draftsmith.recipe import Recipe
 from draftsmith.rundir import (
@@ -47,9 +47,22 @@ def run_all(recipe: Recipe, *, redo: bool = False) -> dict[str, Any]:
     reports = {}
     for stage in STAGES:
         reports[stage] = run_stage(stage, before_export if stage == "evaluate" else recipe, redo=redo)
+        if stage == "prepare":
+            _refuse_empty_split(reports[stage])
         if stage == "export" and served.enabled:
             reports["evaluate"] = run_stage("evaluate", recipe)
     return reports
+
+
+def _refuse_empty_split(prepared: dict[str, Any]) -> None:
+    """Raises DataError where a draft could not be trained or not be measured, before hours go into it."""
+    for split, share in (("train", "lower"), ("validation", "raise")):
+        if not prepared["by_split"][split]["conversations"]:
+            raise DataError(
+                f"no conversation fell to {split}",
+                where="prepare",
+                hint=f"add conversations, or {share} prepare.validation_fraction; then prepare --redo",
+            )
 
 
 def run_stage(stage: str, recipe: Recipe, *, redo: bool = False) -> dict[str, Any]:
@@ -306,4 +319,9 @@ def differences(before: Any, now: Any, prefix: str = "") -> list[str]:
     if before == now:
         return []
     name = prefix.removeprefix("settings.")
-    return [name if name.startswith(("inputs.", "files.")) else f"{name}: {before!r} → {now!r}"]
+    return [name if name.startswith(("inputs.", "files.")) else f"{name}: {_said(before)} → {_said(now)}"]
+
+
+def _said(value: Any) -> str:
+    """As a recipe has it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

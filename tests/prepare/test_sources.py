@@ -154,7 +154,7 @@ def test_a_compressed_file_is_refused_with_what_unpacks_it(
         read(Source(path=str(path)))
 
 
-@pytest.mark.parametrize(("content", "said"), [(b"", "is empty"), (b"hello", "begins with b'hello'")])
+@pytest.mark.parametrize(("content", "said"), [(b"", "is empty"), (b"hello", "begins with `hello`")])
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
     file = tmp_path / "talks"
     file.write_bytes(content)

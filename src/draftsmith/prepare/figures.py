@@ -90,8 +90,9 @@ def caveats(report: dict[str, Any]) -> list[str]:
             f"{answers['cut_share']:.0%} of the answers were cut before their end; the draft sees few ends of turns; "
             "raise prepare.regenerate.max_new_tokens"
         )
-    if not report["by_split"]["validation"]["conversations"]:
-        found.append("no conversation fell to validation: raise prepare.validation_fraction or add conversations")
+    for split, share in (("validation", "raise"), ("train", "lower")):
+        if not report["by_split"][split]["conversations"]:
+            found.append(f"no conversation fell to {split}: {share} prepare.validation_fraction or add conversations")
     if vocab["coverage_train"] is not None and vocab["coverage_train"] < 0.95:
         found.append(
             f"the draft vocabulary holds only {vocab['coverage_train']:.1%} of the target's tokens: the rest is never "
@@ -120,7 +121,7 @@ def summary(report: dict[str, Any]) -> list[str]:
         reasons = ", ".join(f"{reason} {number:,}" for reason, number in answers["finish_reasons"].items())
         lines.append(
             f"  {answers['answers']:,} answers by the target itself ({answers['tokens']:,} tokens, "
-            f"{answers['tokens_per_second']:,} a second), finished by: {reasons}"
+            f"{answers['tokens_per_second']:,} tokens/s), finished by: {reasons}"
         )
     if vocab["draft_vocab_size"] < vocab["target_vocab_size"]:
         shares = " and ".join(

@@ -125,8 +125,9 @@ def _records(source: Source, number: int) -> Iterator[tuple[str, Any]]:
         return _json_lines(path, source.accept_truncated, number)
     if packed := next((tool for magic, tool in _COMPRESSED.items() if head.startswith(magic)), None):
         raise DataError("is compressed", where=str(path), hint=f"unpack it with `{packed} {path}`")
+    begin = text[:20].decode(errors="replace")
     raise DataError(
-        "is empty" if not text else f"begins with {text[:20]!r}, which is no JSON array, JSON object or Parquet",
+        f"begins with `{begin}`, which is no JSON array, JSON object or Parquet" if text else "is empty",
         where=str(path),
         hint="sources are ShareGPT or messages records as a JSON array, one JSON object a line, or Parquet",
     )

@@ -55,7 +55,7 @@ def gather(path: str) -> dict[str, Any]:
     problems: list[dict[str, str]] = []
     evidence: dict[str, Any] = {"path": root, "problems": problems}
     if not os.path.isdir(root):
-        detail = "is a file, not a model folder" if os.path.exists(root) else "there is no such folder"
+        detail = "is a file: give the folder that it is in" if os.path.exists(root) else "there is no such folder"
         problems.append(_problem("no_folder", root, detail))
         return evidence
     config = _read_json(root, "config.json", problems)
