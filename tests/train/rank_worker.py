@@ -151,3 +151,5 @@ def gone(world: World) -> None:
 
     trainer._next = next_or_die
     world.fail("gone", trainer.train)
+    world.fail("gone_broadcast", lambda: trainer.ranks.heard_from_first("hello"))
+    world.fail("gone_copy", lambda: trainer.ranks.copy_first([torch.ones(1)]))

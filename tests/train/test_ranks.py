@@ -105,7 +105,8 @@ def test_a_rank_that_cannot_read_its_samples_lets_the_others_know(together):
 
 
 def test_a_rank_that_dies_does_not_leave_the_others_waiting(together):
-    assert (together / "gone.rank0.txt").read_text().startswith("RankFailed train: another rank is gone")
+    for name in ("gone", "gone_broadcast", "gone_copy"):
+        assert (together / f"{name}.rank0.txt").read_text().startswith("RankFailed train: another rank is gone"), name
 
 
 def test_the_first_rank_alone_writes(together):

@@ -26,16 +26,17 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     from draftsmith.train.ranks import Ranks, device_of_rank
 
     ranks, device = Ranks.joined(), device_of_rank(recipe.train.device)
-    facts = read_facts_of_run(paths)
-    # The head begins with the final norm, so states that it was applied to would be normed twice.
-    expected = {**identity(facts), "final_norm_applied": False}
-    store = Store.open(paths.require(paths.store, "extract"), expect=expected)
-    head = load_head(facts, device, pick_dtype("auto", facts, device))
-    draft, notes = first_draft(recipe, paths, facts, head, store.manifest.aux_layer_ids)
-    if ranks.is_first:
-        for note in notes:
-            print(f"train: {note}", file=sys.stderr)
-        save_draft(paths.checkpoints / "initial", draft)
+    with ranks.all_or_none():
+        facts = read_facts_of_run(paths)
+        # The head begins with the final norm, so states that it was applied to would be normed twice.
+        expected = {**identity(facts), "final_norm_applied": False}
+        store = Store.open(paths.require(paths.store, "extract"), expect=expected)
+        head = load_head(facts, device, pick_dtype("auto", facts, device))
+        draft, notes = first_draft(recipe, paths, facts, head, store.manifest.aux_layer_ids)
+        if ranks.is_first:
+            for note in notes:
+                print(f"train: {note}", file=sys.stderr)
+            save_draft(paths.checkpoints / "initial", draft)
     trainer = Trainer(
         settings=recipe.train,
         seed=recipe.seed,

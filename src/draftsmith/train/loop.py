@@ -121,7 +121,8 @@ class Trainer:
         settings, first_rank = self.settings, self.ranks.is_first
         checkpoints = self.folder / "checkpoints"
         done = self.ranks.heard_from_first(checkpoints_in(checkpoints))
-        first = saved = load_checkpoint(done[-1], self.learner, self.head) if done else 0
+        with self.ranks.all_or_none():
+            first = saved = load_checkpoint(done[-1], self.learner, self.head) if done else 0
         log = MetricsLog(
             self.folder, first, settings.trackers, name=self.name, settings=settings.identity(), writes=first_rank
         )

@@ -10,7 +10,7 @@ What the hosts agree on goes over gloo, beside the devices' work: whether to sto
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from draftsmith import launch
-from draftsmith.errors import CheckFailed, Interrupted, RankFailed, RequestError
+from draftsmith.errors import CheckFailed, DraftsmithError, Interrupted, RankFailed, RequestError
 from draftsmith.target import pick_device
 
 T = TypeVar("T")
@@ -60,8 +60,9 @@ class Ranks:
     def copy_first(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrite tensors with those of the first rank."""
         if self.count > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+            with _together():
+                for tensor in tensors:
+                    dist.broadcast(tensor, src=0)
 
     def agree(self, word: int) -> int:
         """Say GO, STOP or FAILED + rank; returns the gravest that any rank said.
@@ -84,12 +85,28 @@ class Ranks:
         if self.count == 1:
             return value
         said = [value]
-        dist.broadcast_object_list(said, src=0)
+        with _together():
+            dist.broadcast_object_list(said, src=0)
         return said[0]
 
     def wait_for_all(self) -> None:
         """Return once every rank is here."""
         self.agree(GO)
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Go on after the block once every rank is through it. Nothing in it may wait for another rank.
+
+        Raises:
+            RankFailed: another one failed in it.
+        """
+        try:
+            yield
+        except DraftsmithError:
+            with suppress(RankFailed):  # each says what it found itself: it may be another thing on another machine
+                self.agree(FAILED + self.rank)
+            raise
+        self.wait_for_all()
 
 
 @contextmanager
@@ -145,7 +162,8 @@ def run_on_ranks(device: str, lead: Callable[[Callable[[], Any]], T], work: Call
         if ranks.is_first:
             return _lead(ranks, lead, work)
         if ranks.heard_from_first(False):
-            work()
+            with _together():
+                work()
         return None
     except (Interrupted, CheckFailed, RankFailed) as error:
         if launch.rank() == 0:
@@ -162,7 +180,8 @@ def _lead(ranks: Ranks, lead: Callable[[Callable[[], Any]], T], work: Callable[[
         nonlocal called
         called = True
         ranks.heard_from_first(True)
-        return work()
+        with _together():  # FSDP2's own collectives, among others
+            return work()
 
     try:
         return lead(start)
