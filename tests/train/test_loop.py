@@ -66,6 +66,33 @@ def test_a_run_cut_in_the_middle_goes_on_to_the_same_bits(tmp_path, tiny_target,
         assert [line.get(name) for line in unbroken] == [line.get(name) for line in resumed], name
 
 
+def validations(folder):
+    figures = ("step", "loss", "acceptance_length")
+    return [[line[name] for name in figures] for line in read_metrics(folder) if line["split"] == "validation"]
+
+
+def test_a_run_cut_in_a_validation_leaves_the_figures_of_one_that_was_not_and_so_does_a_finished_one(
+    tmp_path, tiny_target, store, monkeypatch
+):
+    settings = {"checkpoint_every_steps": 2, "validate_every_steps": 2}
+    whole, cut, again = (make_trainer(tmp_path / name, tiny_target, store, **settings) for name in ("a", "b", "b"))
+    whole.train()
+    expected = validations(tmp_path / "a")
+    assert [step for step, *_ in expected] == [2, 4, 6]
+
+    def die():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cut, "validate", die)
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    assert validations(tmp_path / "b") == []
+    again.train()
+    assert validations(tmp_path / "b") == expected
+    make_trainer(tmp_path / "a", tiny_target, store, **settings).train()
+    assert validations(tmp_path / "a") == expected
+
+
 def test_a_stop_request_leaves_a_checkpoint_that_training_resumes_from(tmp_path, tiny_target, store, monkeypatch):
     trainer = make_trainer(tmp_path, tiny_target, store)
     step = trainer.train_step

@@ -89,6 +89,20 @@ def test_tensorboard_gets_every_figure_that_there_is(tmp_path):
     assert read_metrics(tmp_path)[0]["model_flop_utilisation"] is None
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path, first):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for start, end, loss in ((0, 4, 1.0), (first, 5, 2.0)):
+        with MetricsLog(tmp_path, start, ["tensorboard"]) as log:
+            for step in range(start + 1, end + 1):
+                log.add("train", step, {"loss": loss})
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
+    expected = [(step, 1.0 if step <= first else 2.0) for step in range(1, 6)]
+    assert [(event.step, event.value) for event in shown] == expected
+    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == expected
+
+
 def test_samples_that_teach_nothing_are_refused_before_training(tmp_path, tiny_target, samples):
     silent = [dataclasses.replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) for sample in samples]
     store = build_store(tmp_path / "store", tiny_target, silent)

@@ -128,6 +128,8 @@ class Trainer:
         )
         saver = CheckpointWriter(checkpoints, settings.keep_checkpoints, writes=first_rank)
         with log, saver, progress("train", self.total_steps, "steps", done=first) as bar:
+            if self._is_validated(first):
+                log.add("validation", first, self.validate())
             before, shown, work = None, dict[str, float | None](), self._work(first)
             for step in range(first, self.total_steps):
                 batch = self._next(work, saver)
@@ -146,7 +148,7 @@ class Trainer:
                     saver.save(done_steps, self.learner)
                     saved = done_steps
                     self.record("checkpoint", step=done_steps, **shown)
-                if done_steps % settings.validate_every_steps == 0 and done_steps < self.total_steps:
+                if self._is_validated(done_steps):
                     saver.wait()  # what ends the process in here loses no step that was saved
                     log.add("validation", done_steps, self.validate())
             if saved < self.total_steps:
@@ -224,6 +226,10 @@ class Trainer:
 
     def _is_logged(self, done_steps: int) -> bool:
         return done_steps % self.settings.log_every_steps == 0 or done_steps == self.total_steps
+
+    def _is_validated(self, done_steps: int) -> bool:
+        """Whether there is a validation in the middle of training."""
+        return done_steps % self.settings.validate_every_steps == 0 and 0 < done_steps < self.total_steps
 
     def _batches(self, epoch: int) -> list[list[int]]:
         """Samples of the store by optimizer step; they do not depend on how many ranks there are."""
