@@ -64,7 +64,6 @@ class Unread:
 
     launched: Launched
     work: Work
-    exact: bool
     was_read: bool = False
 
 
@@ -135,7 +134,7 @@ class Trainer:
                 batch = self._next(work, saver)
                 if batch is None:
                     self._stop(saver, before, step if saved < step else None)
-                after = Unread(self.train_step(batch, step), batch, self._is_logged(step + 1))
+                after = Unread(self.train_step(batch, step), batch)
                 if before is not None:  # read while the device works on the next step
                     shown |= self._read(before)
                 before, done_steps = after, step + 1
@@ -194,10 +193,9 @@ class Trainer:
         figures = step.launched.figures()
         if not step.was_read:
             step.was_read = True
-            exact = step.exact or self.settings.mask_out_of_vocab
             squares = sum(length**2 for length in step.work.lengths)
             steps, tokens = self.settings.unroll_steps, step.work.tokens
-            flops = matrix_flops(self.draft.config, steps, tokens, squares, figures["slots"], exact)
+            flops = matrix_flops(self.draft.config, steps, tokens, squares, figures["slots"], step.launched.asked_all)
             self.speed.add(tokens, flops)
         return {**figures}
 
