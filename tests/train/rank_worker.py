@@ -43,7 +43,7 @@ def work(rank: int, count: int, folder: Path, target: Path, store_folder: Path) 
     world = World(rank, folder, target, Store.open(store_folder))
     for name, settings in RUNS.items():
         world.train(name, **settings)
-    for scenario in (same_bits_again, mixed, broken_on_one, terminated, unreadable, gone):
+    for scenario in (same_bits_again, mixed, waiting, broken_on_one, terminated, unreadable, gone):
         scenario(world)
     dist.destroy_process_group()
 
@@ -92,6 +92,19 @@ def same_bits_again(world: World) -> None:
 def mixed(world: World) -> None:
     """Go on from two steps that one process did."""
     world.train("mixed", checkpoint_every_steps=2)
+
+
+def waiting(world: World) -> None:
+    """The second rank waited a thousand hours for the data of the first step."""
+    trainer = world.trainer("waiting", max_steps=2)
+    step = trainer.train_step
+
+    def step_after_waiting(batch, number):
+        trainer.speed.waited += 3.6e6 * world.rank * (number == 0)
+        return step(batch, number)
+
+    trainer.train_step = step_after_waiting
+    trainer.train()
 
 
 def broken_on_one(world: World) -> None:

@@ -9,6 +9,7 @@ import torch
 from draftsmith import signals
 from draftsmith.draft.loss import teacher_of
 from draftsmith.errors import CheckFailed, CheckpointError, DataError, Interrupted
+from draftsmith.train import speed
 from draftsmith.train.batches import flat_batch, padded
 from draftsmith.train.checkpoint import CheckpointWriter, checkpoints_in, load_checkpoint
 from draftsmith.train.metrics import read_metrics
@@ -110,6 +111,43 @@ def test_a_stop_request_leaves_a_checkpoint_that_training_resumes_from(tmp_path,
     resumed.train()
     whole.train()
     assert_same_bits(weights(resumed), weights(whole))
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def spent(self, seconds, work):
+        """`work`, which takes so long."""
+
+        def timed(*arguments):
+            self.now += seconds
+            return work(*arguments)
+
+        return timed
+
+
+def test_speed_and_waiting_are_of_training_and_not_of_validations_and_checkpoints(
+    tmp_path, tiny_target, store, monkeypatch
+):
+    clock = Clock()
+    monkeypatch.setattr(speed, "time", clock)
+    settings = {"validate_every_steps": 2, "checkpoint_every_steps": 3, "log_every_steps": 6}
+    trainer = make_trainer(tmp_path, tiny_target, store, **settings)
+    batches = [*trainer._work(0)]
+    clock.now = 500.0
+    monkeypatch.setattr(trainer, "train_step", clock.spent(3, trainer.train_step))
+    monkeypatch.setattr(trainer, "validate", clock.spent(1000, trainer.validate))
+    monkeypatch.setattr(
+        CheckpointWriter, "save", lambda *given, save=CheckpointWriter.save: clock.spent(70, save)(*given)
+    )
+    monkeypatch.setattr(trainer, "_work", lambda first: map(clock.spent(1, lambda batch: batch), batches))
+    trainer.train()
+    (line,) = (line for line in read_metrics(tmp_path) if line["split"] == "train")
+    assert line["data_wait_share"] == 6 / 24
+    assert line["tokens_per_second"] == sum(batch.tokens for batch in batches) / 24
 
 
 def test_training_lowers_the_loss_and_raises_what_would_be_accepted(tmp_path, tiny_target, store):

@@ -114,6 +114,11 @@ def test_the_first_rank_alone_writes(together):
     assert steps == list(range(1, 13))
 
 
+def test_the_share_of_waiting_is_that_of_the_rank_that_waited_longest(together):
+    first, second = (line["data_wait_share"] for line in read_metrics(together / "waiting") if line["split"] == "train")
+    assert second <= 1 < first
+
+
 def test_data_are_divided_by_rank_and_devices_by_local_rank(monkeypatch):
     for name, value in {"RANK": "4", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)

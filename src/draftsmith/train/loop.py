@@ -130,6 +130,7 @@ class Trainer:
             if self._is_validated(first):
                 log.add("validation", first, self.validate())
             before, shown, work = None, dict[str, float | None](), self._work(first)
+            self.speed.take()  # nothing so far was training
             for step in range(first, self.total_steps):
                 batch = self._next(work, saver)
                 if batch is None:
@@ -139,17 +140,20 @@ class Trainer:
                     shown |= self._read(before)
                 before, done_steps = after, step + 1
                 if self._is_logged(done_steps):
-                    shown |= self._read(before) | self.speed.take() | {"learning_rate": self._rate(step)}
+                    shown |= self._read(before) | self._speed() | {"learning_rate": self._rate(step)}
                     log.add("train", done_steps, shown | {"tokens": batch.tokens, "steps_per_second": bar.rate})
                 bar.advance(1, _note(shown))
                 if done_steps % settings.checkpoint_every_steps == 0:
                     shown |= self._read(before)  # raises rather than save what a broken step left
-                    saver.save(done_steps, self.learner)
+                    with self.speed.paused():
+                        saver.save(done_steps, self.learner)
                     saved = done_steps
                     self.record("checkpoint", step=done_steps, **shown)
                 if self._is_validated(done_steps):
-                    saver.wait()  # what ends the process in here loses no step that was saved
-                    log.add("validation", done_steps, self.validate())
+                    self._read(before)
+                    with self.speed.paused():
+                        saver.wait()  # what ends the process in here loses no step that was saved
+                        log.add("validation", done_steps, self.validate())
             if saved < self.total_steps:
                 saver.save(self.total_steps, self.learner)
             saver.wait()
@@ -198,6 +202,11 @@ class Trainer:
             flops = matrix_flops(self.draft.config, steps, tokens, squares, figures["slots"], step.launched.asked_all)
             self.speed.add(tokens, flops)
         return {**figures}
+
+    def _speed(self) -> dict[str, float | None]:
+        """Figures since the last logged step: this rank's, and of the waiting the longest of all ranks."""
+        figures = self.speed.take()
+        return figures | {"data_wait_share": self.ranks.largest(figures["data_wait_share"] or 0.0)}
 
     def validate(self) -> dict[str, float]:
         """Loss and acceptance on the held-out samples, as they are known to training: teacher-forced.

@@ -23,6 +23,7 @@ from draftsmith.errors import CheckFailed, DraftsmithError, Interrupted, RankFai
 from draftsmith.target import pick_device
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 GO, STOP, FAILED = 0, 1, 2  # FAILED + rank names who did
 LONGEST_WAIT = timedelta(minutes=30)  # for a rank that reads, validates or writes while the others wait
 
@@ -64,6 +65,15 @@ class Ranks:
                 for tensor in tensors:
                     dist.broadcast(tensor, src=0)
 
+    def largest(self, number: N) -> N:
+        """The largest of the ranks' numbers, all of one type; between the hosts alone."""
+        if self.count == 1:
+            return number
+        said = torch.tensor(number, dtype=torch.float64)
+        with _together():
+            dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        return type(number)(said.item())
+
     def agree(self, word: int) -> int:
         """Say GO, STOP or FAILED + rank; returns the gravest that any rank said.
 
@@ -72,10 +82,7 @@ class Ranks:
         """
         if self.count == 1:
             return word
-        said = torch.tensor([word])
-        with _together():
-            dist.all_reduce(said, op=dist.ReduceOp.MAX)
-        heard = int(said)
+        heard = self.largest(word)
         if heard >= FAILED and heard != word:
             raise RankFailed(f"rank {heard - FAILED} failed, and its own message says why", where="train")
         return heard

@@ -46,7 +46,7 @@ def peak_of(device: torch.device) -> float | None:
 
 
 class Speed:
-    """Tokens, operations and waiting since the last look.
+    """Tokens, operations and waiting since the last look, by a clock that stands still while the run is not training.
 
     Model FLOP utilisation is the operations of `matrix_flops`, over the seconds that passed and the peak of all devices
     together. None where the peak is not known.
@@ -70,6 +70,13 @@ class Speed:
         start = time.monotonic()
         yield
         self.waited += time.monotonic() - start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time in the block. The device should have no step left to work on."""
+        start = time.monotonic()
+        yield
+        self.start += time.monotonic() - start
 
     def take(self) -> dict[str, float | None]:
         """The figures since the last time this was called."""
