@@ -251,6 +251,16 @@ def test_padding_a_batch_to_one_shape_changes_nothing(tmp_path, tiny_target, sto
         torch.testing.assert_close(gradient, same_gradients[name], rtol=1e-4, atol=1e-6)
 
 
+def test_in_bfloat16_the_fast_kernels_leave_a_draft_like_that_of_the_plain_computation(tmp_path, tiny_target, store):
+    settings = {"autocast": "bfloat16", "max_steps": 40, "learning_rate": 1e-2}
+    fast, plain, exact = (
+        make_trainer(tmp_path / name, tiny_target, store, **{**settings, **other}).train()["loss"]
+        for name, other in (("fast", {}), ("plain", {"kernels": "plain"}), ("exact", {"autocast": "none"}))
+    )
+    assert fast == pytest.approx(plain, rel=0.02)
+    assert fast == pytest.approx(exact, rel=0.02)
+
+
 def test_the_fast_kernels_train_as_the_plain_computation_does(tmp_path, tiny_target, store):
     fast, plain = (
         make_trainer(tmp_path / kernels, tiny_target, store, kernels=kernels) for kernels in ("auto", "plain")
@@ -279,6 +289,47 @@ def test_a_token_that_the_draft_cannot_say_is_never_accepted_and_not_trained_on(
     assert masked.counted == unmasked.counted == unmasked.loss_count
     assert 0 < masked.loss_count < unmasked.loss_count
     assert int(masked.correct) <= int(sayable.sum())
+
+
+def test_noise_is_in_what_is_trained_on_and_not_in_what_is_validated_on(tmp_path, tiny_target, store):
+    noisy, plain = (make_trainer(tmp_path, tiny_target, store, feature_noise=share) for share in (0.3, 0.0))
+    for with_noise, without in zip(noisy._work(0), plain._work(0), strict=True):
+        states, exact = (work.passes[0].batch.aux for work in (with_noise, without))
+        added = (states - exact).abs() / exact.square().mean(-1, keepdim=True).sqrt()
+        assert 0.29 < added.max() <= 0.3 + 1e-5
+    assert noisy.validate() == plain.validate()
+
+
+@pytest.mark.parametrize("settings", [{}, {"log_every_steps": 100, "checkpoint_every_steps": 20}])
+def test_what_is_on_record_counts_a_token_that_the_draft_cannot_say_as_refused(tmp_path, tiny_target, store, settings):
+    """Also where the target's whole vocabulary is asked for nothing else."""
+    chosen = {"mask_out_of_vocab": False, "max_steps": 21, "learning_rate": 1e-2, **settings}
+    events = []
+    trainer = make_trainer(tmp_path, tiny_target, store, **chosen)
+    trainer.record = lambda event, **details: events.append(details)
+    step, expected = trainer.train_step, []
+
+    def step_after_asking(work, number):
+        with torch.no_grad():
+            counts = [[trainer.learner.loss(p, exact=exact)[1][0] for p in work.passes] for exact in (True, False)]
+        expected.append([float(sum(r.correct for r in of) / sum(r.counted for r in of)) for of in counts])
+        return step(work, number)
+
+    trainer.train_step = step_after_asking
+    trainer.train()
+    recorded = events or [line for line in read_metrics(tmp_path) if line["split"] == "train"]
+    of_steps = [expected[line["step"] - 1] for line in recorded]
+    assert [line["accuracy_0"] for line in recorded] == pytest.approx([exact for exact, _ in of_steps])
+    assert any(exact != lenient for exact, lenient in of_steps)
+
+
+def test_it_is_the_averaged_weights_that_are_validated(tmp_path, tiny_target, store):
+    trainer = make_trainer(tmp_path, tiny_target, store, ema_decay=0.9, learning_rate=1e-2)
+    figures = trainer.train()
+    learner = trainer.learner
+    for name, held in learner.weights.held.items():
+        held.data.copy_(learner.averages[name])
+    assert trainer.validate() == figures
 
 
 def test_no_sample_to_train_on_is_refused(tmp_path, tiny_target, store):

@@ -143,7 +143,7 @@ class Trainer:
                     shown |= self._read(before) | self._speed() | {"learning_rate": self._rate(step)}
                     log.add("train", done_steps, shown | {"tokens": batch.tokens, "steps_per_second": bar.rate})
                 bar.advance(1, _note(shown))
-                if done_steps % settings.checkpoint_every_steps == 0:
+                if self._is_saved(done_steps):
                     shown |= self._read(before)  # raises rather than save what a broken step left
                     with self.speed.paused():
                         saver.save(done_steps, self.learner)
@@ -163,7 +163,7 @@ class Trainer:
 
     def train_step(self, work: Work, step: int) -> Launched:
         """Optimizer step number `step`, from 0; see `Learner.step`."""
-        exact = self._is_logged(step + 1)
+        exact = self._is_logged(step + 1) or self._is_saved(step + 1)  # its figures go on record
         launched = self.learner.step(work.passes, self._rate(step), exact=exact, sample_ids=work.sample_ids)
         self.learner.average(step + 1)
         return launched
@@ -233,6 +233,9 @@ class Trainer:
 
     def _is_logged(self, done_steps: int) -> bool:
         return done_steps % self.settings.log_every_steps == 0 or done_steps == self.total_steps
+
+    def _is_saved(self, done_steps: int) -> bool:
+        return done_steps % self.settings.checkpoint_every_steps == 0
 
     def _is_validated(self, done_steps: int) -> bool:
         """Whether there is a validation in the middle of training."""
