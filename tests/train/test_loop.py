@@ -6,13 +6,14 @@ import shutil
 import pytest
 import torch
 
-from draftsmith import signals
+from draftsmith import recipe, signals
 from draftsmith.draft.loss import teacher_of
 from draftsmith.errors import CheckFailed, CheckpointError, DataError, Interrupted
 from draftsmith.train import speed
 from draftsmith.train.batches import flat_batch, padded
 from draftsmith.train.checkpoint import CheckpointWriter, checkpoints_in, load_checkpoint
 from draftsmith.train.metrics import read_metrics
+from draftsmith.train.step import lacks_kernels
 from tests.train.builders import build_store, features_of, make_trainer, work_on
 
 LENGTHS = [12, 30, 7, 21, 16, 3, 40, 9, 25, 18, 1, 33]
@@ -269,6 +270,14 @@ def test_the_fast_kernels_train_as_the_plain_computation_does(tmp_path, tiny_tar
     assert found == pytest.approx(expected, rel=1e-3)
     for name, tensor in weights(plain).items():
         torch.testing.assert_close(weights(fast)[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("autocast", "device", "lacks"),
+    [("auto", "cuda", False), ("bfloat16", "cuda", False), ("none", "cuda", True), ("none", "cpu", False)],
+)
+def test_a_gpu_lacks_fast_kernels_without_bfloat16(autocast, device, lacks):
+    assert lacks_kernels(recipe.Train(autocast=autocast), torch.device(device)) is lacks
 
 
 def test_the_teacher_in_chunks_is_the_teacher_at_once(tmp_path, tiny_target, store, samples):

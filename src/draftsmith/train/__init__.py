@@ -9,6 +9,7 @@ from draftsmith.recipe import Recipe
 from draftsmith.rundir import RunPaths
 
 LEAST_BALANCE = 0.8  # below it, the report says so
+SLOW = "the fast kernels of a GPU are for bfloat16: with train.autocast=none it takes the slow, plain computation"
 
 
 def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
@@ -24,6 +25,7 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     from draftsmith.train.initial import first_draft
     from draftsmith.train.loop import Trainer
     from draftsmith.train.ranks import Ranks, device_of_rank
+    from draftsmith.train.step import lacks_kernels
 
     ranks, device = Ranks.joined(), device_of_rank(recipe.train.device)
     with ranks.all_or_none():
@@ -34,7 +36,8 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
         head = load_head(facts, device, pick_dtype("auto", facts, device))
         draft, notes = first_draft(recipe, paths, facts, head, store.manifest.aux_layer_ids)
         if ranks.is_first:
-            for note in notes:
+            slow = recipe.train.kernels == "auto" and lacks_kernels(recipe.train, device)
+            for note in [*notes, SLOW] if slow else notes:
                 print(f"train: {note}", file=sys.stderr)
             save_draft(paths.checkpoints / "initial", draft)
     trainer = Trainer(

@@ -111,12 +111,9 @@ class Learner:
         self.optimizer = make_optimizer(self.weights.held, self.settings)
         if self.settings.ema_decay is not None:
             self.averages = {name: held.detach().clone() for name, held in self.weights.held.items()}
-        self.bf16 = self.settings.autocast == "bfloat16" or (
-            self.settings.autocast == "auto" and self.device.type == "cuda"
-        )
+        self.bf16 = in_bfloat16(self.settings, self.device)
         self.dtype = torch.bfloat16 if self.bf16 else self.draft.fc.weight.dtype
-        # The attention kernels of CUDA are for bfloat16: matrix units would round float32.
-        self.fast = self.settings.kernels == "auto" and (self.bf16 or self.device.type == "cpu")
+        self.fast = self.settings.kernels == "auto" and not lacks_kernels(self.settings, self.device)
         self.copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.graph_tokens = self.pass_tokens or self.settings.batch_tokens
         weights = sum(p.numel() for p in self.draft.parameters() if p.requires_grad)
@@ -334,6 +331,15 @@ class Learner:
         computing.wait_event(prepared.arrived)
         for tensor in prepared.tensors():
             tensor.record_stream(computing)
+
+
+def in_bfloat16(settings: recipe.Train, device: torch.device) -> bool:
+    return settings.autocast == "bfloat16" or (settings.autocast == "auto" and device.type == "cuda")
+
+
+def lacks_kernels(settings: recipe.Train, device: torch.device) -> bool:
+    """The attention kernels of CUDA are for bfloat16: matrix units would round float32."""
+    return device.type != "cpu" and not in_bfloat16(settings, device)
 
 
 def acceptance_figures(steps: list[tuple[float, float, float]]) -> dict[str, float]:
