@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from draftsmith.errors import DraftsmithError, StoreError
 from draftsmith.signals import graceful_stop
 from draftsmith.store.shards import Store
+from draftsmith.train import ranks
 from draftsmith.train.checkpoint import draft_tensors
 from tests.train.builders import make_trainer
 
@@ -153,7 +154,8 @@ def unreadable(world: World) -> None:
 
 def gone(world: World) -> None:
     """The second rank dies before the second step. Nothing can come after this."""
-    trainer = world.trainer("gone")
+    trainer, sharded = world.trainer("gone"), world.trainer("gone_gather", shard=True)
+    (prepared,) = next(sharded._work(0)).passes
     following, calls = trainer._next, []
 
     def next_or_die(*arguments):
@@ -166,3 +168,4 @@ def gone(world: World) -> None:
     world.fail("gone", trainer.train)
     world.fail("gone_broadcast", lambda: trainer.ranks.heard_from_first("hello"))
     world.fail("gone_copy", lambda: trainer.ranks.copy_first([torch.ones(1)]))
+    world.fail("gone_gather", ranks._together()(lambda: sharded.learner.loss(prepared)))  # as in `run_on_ranks`

@@ -161,6 +161,7 @@ def run_on_ranks(device: str, lead: Callable[[Callable[[], Any]], T], work: Call
     Returns:
         What `lead` returned, on the first rank; None on the others.
     """
+    work = _together()(work)  # in which FSDP2 has collectives of its own
     own = device_of_rank(device)
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=LONGEST_WAIT, device_id=own if own.type == "cuda" else None)
@@ -169,8 +170,7 @@ def run_on_ranks(device: str, lead: Callable[[Callable[[], Any]], T], work: Call
         if ranks.is_first:
             return _lead(ranks, lead, work)
         if ranks.heard_from_first(False):
-            with _together():
-                work()
+            work()
         return None
     except (Interrupted, CheckFailed, RankFailed) as error:
         if launch.rank() == 0:
@@ -187,8 +187,7 @@ def _lead(ranks: Ranks, lead: Callable[[Callable[[], Any]], T], work: Callable[[
         nonlocal called
         called = True
         ranks.heard_from_first(True)
-        with _together():  # FSDP2's own collectives, among others
-            return work()
+        return work()
 
     try:
         return lead(start)
