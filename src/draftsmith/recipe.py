@@ -233,7 +233,9 @@ class Train(Section):
         None, description="Leave a moving average of the weights, which keeps so much of itself at a step"
     )
     feature_noise: Fraction = Field(0.0, description="Uniform noise on auxiliary states, as a share of their size")
-    autocast: Literal["auto", "bfloat16", "none"] = Field("auto", description="auto: bfloat16 on CUDA, none on CPU")
+    autocast: Literal["auto", "bfloat16", "none"] = Field(
+        "auto", description="auto: bfloat16 on CUDA, none on CPU; none on CUDA also means kernels=plain"
+    )
     device: Annotated[str, Free] = "auto"
     log_every_steps: Annotated[PositiveInt, Free] = 10
     checkpoint_every_steps: Annotated[PositiveInt, Free] = 500

@@ -36,6 +36,7 @@ from tests.draft.builders import (
 
 KINDS = ["soft_cross_entropy", "forward_kl", "lk", "lk_hybrid"]
 STEPS, DECAY = 3, 0.8
+CPU = torch.device("cpu")
 
 
 def find(draft, head, batch, kind, *, mask):
@@ -130,6 +131,50 @@ def test_a_row_of_logits_becomes_the_gradient_that_autograd_finds(kind):
     torch.testing.assert_close(memory, student.grad)
     assert torch.equal(best, student.argmax(-1))
     assert torch.equal(teacher_best, teacher.argmax(-1))
+
+
+def outcome(run, draft, head, batch, kind):
+    """Sums of every step and all gradients, by the plain or the fast computation."""
+    if run == "plain":
+        results = unrolled_loss(draft, batch, teacher_of(draft, head, batch.last), STEPS, False, kind)
+        loss = total_loss(results, [result.loss_count for result in results], DECAY)
+    else:
+        targets, weights = find(draft, head, batch, kind, mask=False)
+        loss, results = fast_unrolled_loss(draft, head, batch, documents_of(batch), targets, weights, kind)
+    return {"sums": torch.stack([result.loss_sum.detach() for result in results]), **gradients(draft, loss)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_lower_precision_the_fast_loss_is_as_near_to_float64_as_the_plain_one(kind, dtype):
+    truth = outcome("plain", make_draft(), make_head(), make_batch([17, 1, 9]), kind)
+    plain, fast = (
+        outcome(run, make_draft().to(dtype), make_head().to(dtype), make_batch([17, 1, 9]).to(CPU, dtype), kind)
+        for run in ("plain", "fast")
+    )
+    assert fast["sums"].dtype == torch.float32
+    for name, value in truth.items():
+        distance_of_plain, distance_of_fast = ((x[name].double() - value).norm() / value.norm() for x in (plain, fast))
+        assert distance_of_fast < 2 * distance_of_plain + torch.finfo(dtype).eps, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_in_bfloat16_have_the_loss_of_the_same_numbers_in_float64(kind):
+    """Whatever they are rounded to, nothing is rounded so coarsely after them."""
+    draft, head, last = make_draft().bfloat16(), make_head().bfloat16(), make_batch([40]).last.bfloat16()
+    slots = Slots.of(torch.ones(40, dtype=torch.bool), torch.zeros(40, dtype=torch.int64), STEPS)
+    mass = find_targets(draft, head, last, slots, top1=True, mass=True, mask=False).mass[slots.positions]
+    whole = head.logits(last[slots.positions])
+    expected_mass = whole.double().softmax(-1)[:, DRAFT_IDS].sum(-1)
+    torch.testing.assert_close(mass.double(), expected_mass, rtol=1e-5, atol=1e-6)
+    rows, probs = whole[:, DRAFT_IDS].clone(), whole[:, DRAFT_IDS].double().softmax(-1)
+    entropy, _ = teacher_rows(rows)
+    torch.testing.assert_close(entropy.double(), torch.special.entr(probs).sum(-1), rtol=1e-5, atol=1e-6)
+    student = torch.randn(STEPS, *rows.shape).bfloat16()
+    exact = [slot_losses(step, rows.double(), mass.double(), kind) for step in student.double()]
+    entropy = torch.special.entr(rows.double()).sum(-1)
+    losses, _ = loss_rows(student, rows, entropy.float(), mass, torch.ones(STEPS, len(rows)), kind)
+    torch.testing.assert_close(losses.double(), torch.stack(exact), rtol=1e-5, atol=1e-6)
 
 
 def test_a_chunk_of_logits_is_no_larger_for_a_large_vocabulary():

@@ -64,11 +64,14 @@ def build_store(folder: Path, target: Path, samples: list[Features]) -> Store:
     return Store.open(folder)
 
 
-def make_trainer(folder: Path, target: Path, store: Store, **settings: object) -> Trainer:
+def make_trainer(
+    folder: Path, target: Path, store: Store, draft_ids: list[int] | None = DRAFT_IDS, **settings: object
+) -> Trainer:
     facts = read_facts(str(target))
     head = load_head(facts, torch.device("cpu"), torch.float32)
-    draft = Draft(draft_config(facts, recipe.Draft(), len(DRAFT_IDS), AUX_LAYER_IDS))
-    draft.initialise(head, DRAFT_IDS, seed=0)
+    draft_vocab = facts.vocab_size if draft_ids is None else len(draft_ids)
+    draft = Draft(draft_config(facts, recipe.Draft(), draft_vocab, AUX_LAYER_IDS))
+    draft.initialise(head, draft_ids, seed=0)
     chosen = {"unroll_steps": 3, "batch_tokens": 64, "max_steps": 6, "log_every_steps": 1, "trackers": []}
     return Trainer(
         settings=recipe.Train(**{**chosen, **settings}),

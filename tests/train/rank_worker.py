@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from draftsmith.errors import DraftsmithError, StoreError
 from draftsmith.signals import graceful_stop
 from draftsmith.store.shards import Store
+from draftsmith.train import ranks
 from draftsmith.train.checkpoint import draft_tensors
 from tests.train.builders import make_trainer
 
@@ -43,7 +44,7 @@ def work(rank: int, count: int, folder: Path, target: Path, store_folder: Path) 
     world = World(rank, folder, target, Store.open(store_folder))
     for name, settings in RUNS.items():
         world.train(name, **settings)
-    for scenario in (same_bits_again, mixed, broken_on_one, terminated, unreadable, gone):
+    for scenario in (same_bits_again, mixed, waiting, broken_on_one, terminated, unreadable, gone):
         scenario(world)
     dist.destroy_process_group()
 
@@ -94,6 +95,19 @@ def mixed(world: World) -> None:
     world.train("mixed", checkpoint_every_steps=2)
 
 
+def waiting(world: World) -> None:
+    """The second rank waited a thousand hours for the data of the first step."""
+    trainer = world.trainer("waiting", max_steps=2)
+    step = trainer.train_step
+
+    def step_after_waiting(batch, number):
+        trainer.speed.waited += 3.6e6 * world.rank * (number == 0)
+        return step(batch, number)
+
+    trainer.train_step = step_after_waiting
+    trainer.train()
+
+
 def broken_on_one(world: World) -> None:
     trainer = world.trainer("broken")
     world.leave("before", trainer)
@@ -140,7 +154,8 @@ def unreadable(world: World) -> None:
 
 def gone(world: World) -> None:
     """The second rank dies before the second step. Nothing can come after this."""
-    trainer = world.trainer("gone")
+    trainer, sharded = world.trainer("gone"), world.trainer("gone_gather", shard=True)
+    (prepared,) = next(sharded._work(0)).passes
     following, calls = trainer._next, []
 
     def next_or_die(*arguments):
@@ -151,3 +166,6 @@ def gone(world: World) -> None:
 
     trainer._next = next_or_die
     world.fail("gone", trainer.train)
+    world.fail("gone_broadcast", lambda: trainer.ranks.heard_from_first("hello"))
+    world.fail("gone_copy", lambda: trainer.ranks.copy_first([torch.ones(1)]))
+    world.fail("gone_gather", ranks._together()(lambda: sharded.learner.loss(prepared)))  # as in `run_on_ranks`

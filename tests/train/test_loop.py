@@ -6,12 +6,14 @@ import shutil
 import pytest
 import torch
 
-from draftsmith import signals
+from draftsmith import recipe, signals
 from draftsmith.draft.loss import teacher_of
 from draftsmith.errors import CheckFailed, CheckpointError, DataError, Interrupted
+from draftsmith.train import speed
 from draftsmith.train.batches import flat_batch, padded
 from draftsmith.train.checkpoint import CheckpointWriter, checkpoints_in, load_checkpoint
 from draftsmith.train.metrics import read_metrics
+from draftsmith.train.step import lacks_kernels
 from tests.train.builders import build_store, features_of, make_trainer, work_on
 
 LENGTHS = [12, 30, 7, 21, 16, 3, 40, 9, 25, 18, 1, 33]
@@ -66,6 +68,33 @@ def test_a_run_cut_in_the_middle_goes_on_to_the_same_bits(tmp_path, tiny_target,
         assert [line.get(name) for line in unbroken] == [line.get(name) for line in resumed], name
 
 
+def validations(folder):
+    figures = ("step", "loss", "acceptance_length")
+    return [[line[name] for name in figures] for line in read_metrics(folder) if line["split"] == "validation"]
+
+
+def test_a_run_cut_in_a_validation_leaves_the_figures_of_one_that_was_not_and_so_does_a_finished_one(
+    tmp_path, tiny_target, store, monkeypatch
+):
+    settings = {"checkpoint_every_steps": 2, "validate_every_steps": 2}
+    whole, cut, again = (make_trainer(tmp_path / name, tiny_target, store, **settings) for name in ("a", "b", "b"))
+    whole.train()
+    expected = validations(tmp_path / "a")
+    assert [step for step, *_ in expected] == [2, 4, 6]
+
+    def die():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cut, "validate", die)
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    assert validations(tmp_path / "b") == []
+    again.train()
+    assert validations(tmp_path / "b") == expected
+    make_trainer(tmp_path / "a", tiny_target, store, **settings).train()
+    assert validations(tmp_path / "a") == expected
+
+
 def test_a_stop_request_leaves_a_checkpoint_that_training_resumes_from(tmp_path, tiny_target, store, monkeypatch):
     trainer = make_trainer(tmp_path, tiny_target, store)
     step = trainer.train_step
@@ -83,6 +112,43 @@ def test_a_stop_request_leaves_a_checkpoint_that_training_resumes_from(tmp_path,
     resumed.train()
     whole.train()
     assert_same_bits(weights(resumed), weights(whole))
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def spent(self, seconds, work):
+        """`work`, which takes so long."""
+
+        def timed(*arguments):
+            self.now += seconds
+            return work(*arguments)
+
+        return timed
+
+
+def test_speed_and_waiting_are_of_training_and_not_of_validations_and_checkpoints(
+    tmp_path, tiny_target, store, monkeypatch
+):
+    clock = Clock()
+    monkeypatch.setattr(speed, "time", clock)
+    settings = {"validate_every_steps": 2, "checkpoint_every_steps": 3, "log_every_steps": 6}
+    trainer = make_trainer(tmp_path, tiny_target, store, **settings)
+    batches = [*trainer._work(0)]
+    clock.now = 500.0
+    monkeypatch.setattr(trainer, "train_step", clock.spent(3, trainer.train_step))
+    monkeypatch.setattr(trainer, "validate", clock.spent(1000, trainer.validate))
+    monkeypatch.setattr(
+        CheckpointWriter, "save", lambda *given, save=CheckpointWriter.save: clock.spent(70, save)(*given)
+    )
+    monkeypatch.setattr(trainer, "_work", lambda first: map(clock.spent(1, lambda batch: batch), batches))
+    trainer.train()
+    (line,) = (line for line in read_metrics(tmp_path) if line["split"] == "train")
+    assert line["data_wait_share"] == 6 / 24
+    assert line["tokens_per_second"] == sum(batch.tokens for batch in batches) / 24
 
 
 def test_training_lowers_the_loss_and_raises_what_would_be_accepted(tmp_path, tiny_target, store):
@@ -186,6 +252,16 @@ def test_padding_a_batch_to_one_shape_changes_nothing(tmp_path, tiny_target, sto
         torch.testing.assert_close(gradient, same_gradients[name], rtol=1e-4, atol=1e-6)
 
 
+def test_in_bfloat16_the_fast_kernels_leave_a_draft_like_that_of_the_plain_computation(tmp_path, tiny_target, store):
+    settings = {"autocast": "bfloat16", "max_steps": 40, "learning_rate": 1e-2}
+    fast, plain, exact = (
+        make_trainer(tmp_path / name, tiny_target, store, **{**settings, **other}).train()["loss"]
+        for name, other in (("fast", {}), ("plain", {"kernels": "plain"}), ("exact", {"autocast": "none"}))
+    )
+    assert fast == pytest.approx(plain, rel=0.02)
+    assert fast == pytest.approx(exact, rel=0.02)
+
+
 def test_the_fast_kernels_train_as_the_plain_computation_does(tmp_path, tiny_target, store):
     fast, plain = (
         make_trainer(tmp_path / kernels, tiny_target, store, kernels=kernels) for kernels in ("auto", "plain")
@@ -194,6 +270,14 @@ def test_the_fast_kernels_train_as_the_plain_computation_does(tmp_path, tiny_tar
     assert found == pytest.approx(expected, rel=1e-3)
     for name, tensor in weights(plain).items():
         torch.testing.assert_close(weights(fast)[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("autocast", "device", "lacks"),
+    [("auto", "cuda", False), ("bfloat16", "cuda", False), ("none", "cuda", True), ("none", "cpu", False)],
+)
+def test_a_gpu_lacks_fast_kernels_without_bfloat16(autocast, device, lacks):
+    assert lacks_kernels(recipe.Train(autocast=autocast), torch.device(device)) is lacks
 
 
 def test_the_teacher_in_chunks_is_the_teacher_at_once(tmp_path, tiny_target, store, samples):
@@ -214,6 +298,47 @@ def test_a_token_that_the_draft_cannot_say_is_never_accepted_and_not_trained_on(
     assert masked.counted == unmasked.counted == unmasked.loss_count
     assert 0 < masked.loss_count < unmasked.loss_count
     assert int(masked.correct) <= int(sayable.sum())
+
+
+def test_noise_is_in_what_is_trained_on_and_not_in_what_is_validated_on(tmp_path, tiny_target, store):
+    noisy, plain = (make_trainer(tmp_path, tiny_target, store, feature_noise=share) for share in (0.3, 0.0))
+    for with_noise, without in zip(noisy._work(0), plain._work(0), strict=True):
+        states, exact = (work.passes[0].batch.aux for work in (with_noise, without))
+        added = (states - exact).abs() / exact.square().mean(-1, keepdim=True).sqrt()
+        assert 0.29 < added.max() <= 0.3 + 1e-5
+    assert noisy.validate() == plain.validate()
+
+
+@pytest.mark.parametrize("settings", [{}, {"log_every_steps": 100, "checkpoint_every_steps": 20}])
+def test_what_is_on_record_counts_a_token_that_the_draft_cannot_say_as_refused(tmp_path, tiny_target, store, settings):
+    """Also where the target's whole vocabulary is asked for nothing else."""
+    chosen = {"mask_out_of_vocab": False, "max_steps": 21, "learning_rate": 1e-2, **settings}
+    events = []
+    trainer = make_trainer(tmp_path, tiny_target, store, **chosen)
+    trainer.record = lambda event, **details: events.append(details)
+    step, expected = trainer.train_step, []
+
+    def step_after_asking(work, number):
+        with torch.no_grad():
+            counts = [[trainer.learner.loss(p, exact=exact)[1][0] for p in work.passes] for exact in (True, False)]
+        expected.append([float(sum(r.correct for r in of) / sum(r.counted for r in of)) for of in counts])
+        return step(work, number)
+
+    trainer.train_step = step_after_asking
+    trainer.train()
+    recorded = events or [line for line in read_metrics(tmp_path) if line["split"] == "train"]
+    of_steps = [expected[line["step"] - 1] for line in recorded]
+    assert [line["accuracy_0"] for line in recorded] == pytest.approx([exact for exact, _ in of_steps])
+    assert any(exact != lenient for exact, lenient in of_steps)
+
+
+def test_it_is_the_averaged_weights_that_are_validated(tmp_path, tiny_target, store):
+    trainer = make_trainer(tmp_path, tiny_target, store, ema_decay=0.9, learning_rate=1e-2)
+    figures = trainer.train()
+    learner = trainer.learner
+    for name, held in learner.weights.held.items():
+        held.data.copy_(learner.averages[name])
+    assert trainer.validate() == figures
 
 
 def test_no_sample_to_train_on_is_refused(tmp_path, tiny_target, store):

@@ -8,9 +8,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.errors import DataError, MissingExtraError
+from draftsmith.train.loop import Unread
 from draftsmith.train.metrics import MetricsLog, read_metrics
 from draftsmith.train.speed import Speed, matrix_flops
-from tests.train.builders import build_store, features_of, make_trainer, work_on
+from tests.train.builders import DRAFT_IDS, build_store, features_of, make_trainer, work_on
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +28,24 @@ def addmm_flops(total, left, right, out_shape=None, **options):
     return 2 * left[0] * left[1] * right[1]
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_operations_are_those_of_the_matrix_products_that_torch_counts(tmp_path, tiny_target, store, samples, exact):
+@pytest.mark.parametrize("draft_ids", [DRAFT_IDS, None], ids=["some", "all"])
+@pytest.mark.parametrize("loss", ["soft_cross_entropy", "lk"])
+@pytest.mark.parametrize("every", [1, 2])  # step 1 is logged, or not
+def test_operations_are_those_of_the_matrix_products_that_torch_counts(
+    tmp_path, tiny_target, store, samples, every, loss, draft_ids
+):
     """All but those of attention, which the counter does not know on CPUs."""
-    trainer = make_trainer(tmp_path, tiny_target, store, mask_out_of_vocab=False)
+    settings = {"mask_out_of_vocab": False, "loss": loss, "log_every_steps": every}
+    trainer = make_trainer(tmp_path, tiny_target, store, draft_ids=draft_ids, **settings)
     work = work_on(trainer, samples)
     aten = torch.ops.aten
     with FlopCounterMode(display=False, custom_mapping={aten.addmm_: addmm_flops}) as counter:
-        launched = trainer.learner.step(work.passes, 1e-3, exact=exact)
+        launched = trainer.train_step(work, 0)
     counted = counter.get_flop_counts()["Global"]
     products = sum(n for kind, n in counted.items() if kind in (aten.mm, aten.addmm, aten.addmm_))
-    slots = launched.figures()["slots"]
-    assert matrix_flops(trainer.draft.config, 3, work.tokens, 0, slots, exact) == pytest.approx(products, rel=0.002)
+    trainer._read(Unread(launched, work))
+    attention = matrix_flops(trainer.draft.config, 3, 0, sum(length**2 for length in work.lengths), 0, False)
+    assert trainer.speed.flops - attention == pytest.approx(products, rel=0.002)
 
 
 def test_attention_adds_three_and_a_half_forward_passes_over_half_a_square(tmp_path, tiny_target, store):
@@ -87,6 +94,20 @@ def test_tensorboard_gets_every_figure_that_there_is(tmp_path):
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert shown.Tags()["scalars"] == ["train/loss"]
     assert read_metrics(tmp_path)[0]["model_flop_utilisation"] is None
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path, first):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for start, end, loss in ((0, 4, 1.0), (first, 5, 2.0)):
+        with MetricsLog(tmp_path, start, ["tensorboard"]) as log:
+            for step in range(start + 1, end + 1):
+                log.add("train", step, {"loss": loss})
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
+    expected = [(step, 1.0 if step <= first else 2.0) for step in range(1, 6)]
+    assert [(event.step, event.value) for event in shown] == expected
+    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == expected
 
 
 def test_samples_that_teach_nothing_are_refused_before_training(tmp_path, tiny_target, samples):

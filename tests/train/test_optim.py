@@ -33,3 +33,13 @@ def test_gradients_are_scaled_to_the_largest_norm_and_no_others(size, applied):
     clipped_step(optimizer, torch.tensor(size), settings.max_grad_norm, torch.tensor(True))
     taken = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in held.values()]) / 0.1
     torch.testing.assert_close(taken, gradient * applied / size)
+
+
+def test_weights_of_one_dimension_do_not_decay():
+    held = {"matrix": nn.Parameter(torch.ones(3, 4)), "norm": nn.Parameter(torch.ones(5))}
+    optimizer = make_optimizer(held, Train(weight_decay=0.5, learning_rate=0.1))
+    for weight in held.values():
+        weight.grad = torch.zeros_like(weight)
+    clipped_step(optimizer, torch.tensor(0.0), 0.5, torch.tensor(True))
+    torch.testing.assert_close(held["matrix"].data, torch.full((3, 4), 0.95))
+    assert torch.equal(held["norm"].data, torch.ones(5))

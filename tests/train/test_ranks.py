@@ -9,8 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from draftsmith import launch
+from draftsmith.engine_server import free_port
+from draftsmith.errors import RankFailed
 from draftsmith.train.checkpoint import checkpoints_in, draft_tensors
 from draftsmith.train.metrics import read_metrics
+from draftsmith.train.ranks import run_on_ranks
 from tests.train.builders import build_store, features_of, make_trainer
 from tests.train.rank_worker import RUNS, work
 
@@ -105,12 +108,30 @@ def test_a_rank_that_cannot_read_its_samples_lets_the_others_know(together):
 
 
 def test_a_rank_that_dies_does_not_leave_the_others_waiting(together):
-    assert (together / "gone.rank0.txt").read_text().startswith("RankFailed train: another rank is gone")
+    for name in ("gone", "gone_broadcast", "gone_copy", "gone_gather"):
+        assert (together / f"{name}.rank0.txt").read_text().startswith("RankFailed train: another rank is gone"), name
+
+
+def test_what_gloo_says_of_a_rank_that_is_gone_is_understood_wherever_it_says_it(monkeypatch):
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **place}.items():
+        monkeypatch.setenv(name, value)
+
+    def work():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234")
+
+    with pytest.raises(RankFailed, match="another rank is gone"):
+        run_on_ranks("cpu", lambda start: start(), work)
 
 
 def test_the_first_rank_alone_writes(together):
     steps = [line["step"] for line in read_metrics(together / "uneven") if line["split"] == "train"]
     assert steps == list(range(1, 13))
+
+
+def test_the_share_of_waiting_is_that_of_the_rank_that_waited_longest(together):
+    first, second = (line["data_wait_share"] for line in read_metrics(together / "waiting") if line["split"] == "train")
+    assert second <= 1 < first
 
 
 def test_data_are_divided_by_rank_and_devices_by_local_rank(monkeypatch):

@@ -67,25 +67,41 @@ def test_torchrun_trains_on_all_ranks_and_the_first_alone_records_and_prints(ext
     assert read_events(paths)[-1]["event"] == "skipped"
 
 
+def two_machines(folders, command):
+    """Exit codes and words of two agents of torchrun, each with a rank of its own in its folder."""
+    place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    agents = [
+        subprocess.Popen(
+            [*TORCHRUN[:3], *place, "--node-rank", str(node), "--nproc-per-node", "1", "-m", "draftsmith", *command],
+            cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for node, folder in enumerate(folders)
+    ]  # fmt: skip
+    said = [agent.communicate(timeout=300)[0] for agent in agents]
+    return [agent.returncode for agent in agents], said
+
+
 def test_two_machines_make_the_draft_of_one_with_as_many_ranks(extracted, tmp_path):
     """Each an agent of torchrun with a rank of its own, on a folder that both reach."""
     folders = [copy_without_train(extracted, tmp_path / name) for name in ("one", "two")]
     command = ["train", "recipe.yaml", "train.max_steps=4"]
     done = torchrun(folders[0], *command)
     assert done.returncode == 0, done.stderr
-    place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    agents = [
-        subprocess.Popen(
-            [*TORCHRUN[:3], *place, "--node-rank", str(node), "--nproc-per-node", "1", "-m", "draftsmith", *command],
-            cwd=folders[1], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for node in range(2)
-    ]  # fmt: skip
-    said = [agent.communicate(timeout=300)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], said
+    codes, said = two_machines([folders[1]] * 2, command)
+    assert codes == [0, 0], said
     assert [text.count("held out:") for text in said] == [1, 0], "the first machine alone reports"
     one, two = (RunPaths(folder / "runs/tiny").checkpoints / "final/model.safetensors" for folder in folders)
     assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_machine_without_the_store_says_so_and_the_first_points_to_it(extracted, tmp_path):
+    folders = [copy_without_train(extracted, tmp_path / name) for name in ("one", "two")]
+    shutil.rmtree(folders[1] / "runs/tiny/extract")
+    codes, (first, second) = two_machines(folders, ["train", "recipe.yaml", "train.max_steps=4"])
+    assert codes == [1, 1]
+    assert "error: runs/tiny/extract/store is not there" in second
+    assert "error: train: rank 1 failed, and its own message says why" in first
+    assert "fault of draftsmith" not in first + second
 
 
 def test_torchrun_that_is_told_to_stop_leaves_a_checkpoint_and_goes_on_from_it(extracted, tmp_path):

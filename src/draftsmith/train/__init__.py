@@ -9,6 +9,7 @@ from draftsmith.recipe import Recipe
 from draftsmith.rundir import RunPaths
 
 LEAST_BALANCE = 0.8  # below it, the report says so
+SLOW = "the fast kernels of a GPU are for bfloat16: with train.autocast=none it takes the slow, plain computation"
 
 
 def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
@@ -25,19 +26,22 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     from draftsmith.train.initial import first_draft
     from draftsmith.train.loop import Trainer
     from draftsmith.train.ranks import Ranks, device_of_rank
+    from draftsmith.train.step import lacks_kernels
 
     ranks, device = Ranks.joined(), device_of_rank(recipe.train.device)
-    facts = read_facts_of_run(paths)
-    # The head begins with the final norm, so states that it was applied to would be normed twice.
-    expected = {**identity(facts), "final_norm_applied": False}
-    store = Store.open(paths.require(paths.store, "extract"), expect=expected)
-    refuse_shortened(paths.store, len(store))
-    head = load_head(facts, device, pick_dtype("auto", facts, device))
-    draft, notes = first_draft(recipe, paths, facts, head, store.manifest.aux_layer_ids)
-    if ranks.is_first:
-        for note in notes:
-            print(f"train: {note}", file=sys.stderr)
-        save_draft(paths.checkpoints / "initial", draft)
+    with ranks.all_or_none():
+        facts = read_facts_of_run(paths)
+        # The head begins with the final norm, so states that it was applied to would be normed twice.
+        expected = {**identity(facts), "final_norm_applied": False}
+        store = Store.open(paths.require(paths.store, "extract"), expect=expected)
+        refuse_shortened(paths.store, len(store))
+        head = load_head(facts, device, pick_dtype("auto", facts, device))
+        draft, notes = first_draft(recipe, paths, facts, head, store.manifest.aux_layer_ids)
+        if ranks.is_first:
+            slow = recipe.train.kernels == "auto" and lacks_kernels(recipe.train, device)
+            for note in [*notes, SLOW] if slow else notes:
+                print(f"train: {note}", file=sys.stderr)
+            save_draft(paths.checkpoints / "initial", draft)
     trainer = Trainer(
         settings=recipe.train,
         seed=recipe.seed,

@@ -64,7 +64,6 @@ class Unread:
 
     launched: Launched
     work: Work
-    exact: bool
     was_read: bool = False
 
 
@@ -121,33 +120,40 @@ class Trainer:
         settings, first_rank = self.settings, self.ranks.is_first
         checkpoints = self.folder / "checkpoints"
         done = self.ranks.heard_from_first(checkpoints_in(checkpoints))
-        first = saved = load_checkpoint(done[-1], self.learner, self.head) if done else 0
+        with self.ranks.all_or_none():
+            first = saved = load_checkpoint(done[-1], self.learner, self.head) if done else 0
         log = MetricsLog(
             self.folder, first, settings.trackers, name=self.name, settings=settings.identity(), writes=first_rank
         )
         saver = CheckpointWriter(checkpoints, settings.keep_checkpoints, writes=first_rank)
         with log, saver, progress("train", self.total_steps, "steps", done=first) as bar:
+            if self._is_validated(first):
+                log.add("validation", first, self.validate())
             before, shown, work = None, dict[str, float | None](), self._work(first)
+            self.speed.take()  # nothing so far was training
             for step in range(first, self.total_steps):
                 batch = self._next(work, saver)
                 if batch is None:
                     self._stop(saver, before, step if saved < step else None)
-                after = Unread(self.train_step(batch, step), batch, self._is_logged(step + 1))
+                after = Unread(self.train_step(batch, step), batch)
                 if before is not None:  # read while the device works on the next step
                     shown |= self._read(before)
                 before, done_steps = after, step + 1
                 if self._is_logged(done_steps):
-                    shown |= self._read(before) | self.speed.take() | {"learning_rate": self._rate(step)}
+                    shown |= self._read(before) | self._speed() | {"learning_rate": self._rate(step)}
                     log.add("train", done_steps, shown | {"tokens": batch.tokens, "steps_per_second": bar.rate})
                 bar.advance(1, _note(shown))
-                if done_steps % settings.checkpoint_every_steps == 0:
+                if self._is_saved(done_steps):
                     shown |= self._read(before)  # raises rather than save what a broken step left
-                    saver.save(done_steps, self.learner)
+                    with self.speed.paused():
+                        saver.save(done_steps, self.learner)
                     saved = done_steps
                     self.record("checkpoint", step=done_steps, **shown)
-                if done_steps % settings.validate_every_steps == 0 and done_steps < self.total_steps:
-                    saver.wait()  # what ends the process in here loses no step that was saved
-                    log.add("validation", done_steps, self.validate())
+                if self._is_validated(done_steps):
+                    self._read(before)
+                    with self.speed.paused():
+                        saver.wait()  # what ends the process in here loses no step that was saved
+                        log.add("validation", done_steps, self.validate())
             if saved < self.total_steps:
                 saver.save(self.total_steps, self.learner)
             saver.wait()
@@ -157,7 +163,7 @@ class Trainer:
 
     def train_step(self, work: Work, step: int) -> Launched:
         """Optimizer step number `step`, from 0; see `Learner.step`."""
-        exact = self._is_logged(step + 1)
+        exact = self._is_logged(step + 1) or self._is_saved(step + 1)  # its figures go on record
         launched = self.learner.step(work.passes, self._rate(step), exact=exact, sample_ids=work.sample_ids)
         self.learner.average(step + 1)
         return launched
@@ -191,12 +197,16 @@ class Trainer:
         figures = step.launched.figures()
         if not step.was_read:
             step.was_read = True
-            exact = step.exact or self.settings.mask_out_of_vocab
             squares = sum(length**2 for length in step.work.lengths)
             steps, tokens = self.settings.unroll_steps, step.work.tokens
-            flops = matrix_flops(self.draft.config, steps, tokens, squares, figures["slots"], exact)
+            flops = matrix_flops(self.draft.config, steps, tokens, squares, figures["slots"], step.launched.asked_all)
             self.speed.add(tokens, flops)
         return {**figures}
+
+    def _speed(self) -> dict[str, float | None]:
+        """Figures since the last logged step: this rank's, and of the waiting the longest of all ranks."""
+        figures = self.speed.take()
+        return figures | {"data_wait_share": self.ranks.largest(figures["data_wait_share"] or 0.0)}
 
     def validate(self) -> dict[str, float]:
         """Loss and acceptance on the held-out samples, as they are known to training: teacher-forced.
@@ -223,6 +233,13 @@ class Trainer:
 
     def _is_logged(self, done_steps: int) -> bool:
         return done_steps % self.settings.log_every_steps == 0 or done_steps == self.total_steps
+
+    def _is_saved(self, done_steps: int) -> bool:
+        return done_steps % self.settings.checkpoint_every_steps == 0
+
+    def _is_validated(self, done_steps: int) -> bool:
+        """Whether there is a validation in the middle of training."""
+        return done_steps % self.settings.validate_every_steps == 0 and 0 < done_steps < self.total_steps
 
     def _batches(self, epoch: int) -> list[list[int]]:
         """Samples of the store by optimizer step; they do not depend on how many ranks there are."""

@@ -29,7 +29,7 @@ class TensorBoard:
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step or None)
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         for name, value in figures.items():
@@ -69,7 +69,8 @@ class Online:
 
 
 class MetricsLog:
-    """Appends figures by step. Lines after the step that a resumed run starts from are dropped: they come again.
+    """Appends figures by step. Lines after the step that a resumed run starts from are dropped, and the validation of
+    that step, in which the run may have been cut: they come again.
 
     With `writes` false, as on every rank but the first, nothing is written anywhere.
     """
@@ -87,7 +88,8 @@ class MetricsLog:
         self.file, self.writes, self.trackers = folder / "metrics.jsonl", writes, list[Tracker]()
         if not writes:
             return
-        kept = [line for line in read_metrics(folder) if line["step"] <= first_step]
+        lines = read_metrics(folder)
+        kept = [line for line in lines if line["step"] + (line["split"] == "validation") <= first_step]
         write_text(self.file, "".join(json.dumps(line) + "\n" for line in kept))
         for tracker in trackers:
             if tracker == "tensorboard":

@@ -10,7 +10,7 @@ What the hosts agree on goes over gloo, beside the devices' work: whether to sto
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from draftsmith import launch
-from draftsmith.errors import CheckFailed, Interrupted, RankFailed, RequestError
+from draftsmith.errors import CheckFailed, DraftsmithError, Interrupted, RankFailed, RequestError
 from draftsmith.target import pick_device
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 GO, STOP, FAILED = 0, 1, 2  # FAILED + rank names who did
 LONGEST_WAIT = timedelta(minutes=30)  # for a rank that reads, validates or writes while the others wait
 
@@ -60,8 +61,18 @@ class Ranks:
     def copy_first(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrite tensors with those of the first rank."""
         if self.count > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+            with _together():
+                for tensor in tensors:
+                    dist.broadcast(tensor, src=0)
+
+    def largest(self, number: N) -> N:
+        """The largest of the ranks' numbers, all of one type; between the hosts alone."""
+        if self.count == 1:
+            return number
+        said = torch.tensor(number, dtype=torch.float64)
+        with _together():
+            dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        return type(number)(said.item())
 
     def agree(self, word: int) -> int:
         """Say GO, STOP or FAILED + rank; returns the gravest that any rank said.
@@ -71,10 +82,7 @@ class Ranks:
         """
         if self.count == 1:
             return word
-        said = torch.tensor([word])
-        with _together():
-            dist.all_reduce(said, op=dist.ReduceOp.MAX)
-        heard = int(said)
+        heard = self.largest(word)
         if heard >= FAILED and heard != word:
             raise RankFailed(f"rank {heard - FAILED} failed, and its own message says why", where="train")
         return heard
@@ -84,12 +92,28 @@ class Ranks:
         if self.count == 1:
             return value
         said = [value]
-        dist.broadcast_object_list(said, src=0)
+        with _together():
+            dist.broadcast_object_list(said, src=0)
         return said[0]
 
     def wait_for_all(self) -> None:
         """Return once every rank is here."""
         self.agree(GO)
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Go on after the block once every rank is through it. Nothing in it may wait for another rank.
+
+        Raises:
+            RankFailed: another one failed in it.
+        """
+        try:
+            yield
+        except DraftsmithError:
+            with suppress(RankFailed):  # each says what it found itself: it may be another thing on another machine
+                self.agree(FAILED + self.rank)
+            raise
+        self.wait_for_all()
 
 
 @contextmanager
@@ -137,6 +161,7 @@ def run_on_ranks(device: str, lead: Callable[[Callable[[], Any]], T], work: Call
     Returns:
         What `lead` returned, on the first rank; None on the others.
     """
+    work = _together()(work)  # in which FSDP2 has collectives of its own
     own = device_of_rank(device)
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=LONGEST_WAIT, device_id=own if own.type == "cuda" else None)

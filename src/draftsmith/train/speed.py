@@ -12,7 +12,9 @@ from draftsmith.draft.config import DraftConfig
 from draftsmith.gpus import peak_flops
 
 
-def matrix_flops(config: DraftConfig, steps: int, tokens: int, squares: int, positions: float, exact: bool) -> float:
+def matrix_flops(
+    config: DraftConfig, steps: int, tokens: int, squares: int, positions: float, asked_all: bool
+) -> float:
     """Operations of the matrix products of one optimizer step, two for a multiplication and an addition.
 
         S tokens, Q = Σ T² over documents, P positions that teach, K unroll steps; q and v: widths of query and value
@@ -21,11 +23,11 @@ def matrix_flops(config: DraftConfig, steps: int, tokens: int, squares: int, pos
                       3.5 · 4·(Q/2)·q                     causal attention, whose backward pass is 2.5 forward ones
                       6·P·H·Vd                            lm_head
         once          4·S·(H·(q + 2v) + A·Ht·H)           embedding half and fc, whose inputs are frozen
-                      2·P·Ht·(Vd + Vt if exact)           the target's head
+                      2·P·Ht·(Vd + Vt if asked_all)           the target's head
 
     Args:
         squares: Q
-        exact: the target's whole vocabulary was asked.
+        asked_all: the target's whole vocabulary was asked beside the draft's.
     """
     hidden, target = config.hidden_size, config.target_hidden_size
     query = config.num_attention_heads * config.head_dim
@@ -33,7 +35,7 @@ def matrix_flops(config: DraftConfig, steps: int, tokens: int, squares: int, pos
     layer = qkv + query * hidden + 3 * hidden * config.intermediate_size
     head = positions * hidden * config.draft_vocab_size
     each = 6 * tokens * layer + 7 * squares * query + 6 * head
-    rows = config.draft_vocab_size + (config.vocab_size if exact else 0)
+    rows = config.draft_vocab_size + (config.vocab_size if asked_all else 0)
     once = 4 * tokens * (qkv + len(config.aux_layer_ids) * target * hidden) + 2 * positions * target * rows
     return steps * each + once
 
@@ -44,7 +46,7 @@ def peak_of(device: torch.device) -> float | None:
 
 
 class Speed:
-    """Tokens, operations and waiting since the last look.
+    """Tokens, operations and waiting since the last look, by a clock that stands still while the run is not training.
 
     Model FLOP utilisation is the operations of `matrix_flops`, over the seconds that passed and the peak of all devices
     together. None where the peak is not known.
@@ -68,6 +70,13 @@ class Speed:
         start = time.monotonic()
         yield
         self.waited += time.monotonic() - start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time in the block. The device should have no step left to work on."""
+        start = time.monotonic()
+        yield
+        self.start += time.monotonic() - start
 
     def take(self) -> dict[str, float | None]:
         """The figures since the last time this was called."""

@@ -63,6 +63,7 @@ class Launched:
     numbers: torch.Tensor  # on the host once `finished`: loss, gradient norm, ranks' broken losses, then sums by step
     finished: torch.cuda.Event | None
     sample_ids: tuple[tuple[str, ...], ...]  # by rank
+    asked_all: bool  # the target's whole vocabulary
 
     def figures(self) -> dict[str, float]:
         """Wait for the step; its loss, gradient norm, accuracy and acceptance, and the slots of its first unroll step.
@@ -110,12 +111,9 @@ class Learner:
         self.optimizer = make_optimizer(self.weights.held, self.settings)
         if self.settings.ema_decay is not None:
             self.averages = {name: held.detach().clone() for name, held in self.weights.held.items()}
-        self.bf16 = self.settings.autocast == "bfloat16" or (
-            self.settings.autocast == "auto" and self.device.type == "cuda"
-        )
+        self.bf16 = in_bfloat16(self.settings, self.device)
         self.dtype = torch.bfloat16 if self.bf16 else self.draft.fc.weight.dtype
-        # The attention kernels of CUDA are for bfloat16: matrix units would round float32.
-        self.fast = self.settings.kernels == "auto" and (self.bf16 or self.device.type == "cpu")
+        self.fast = self.settings.kernels == "auto" and not lacks_kernels(self.settings, self.device)
         self.copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.graph_tokens = self.pass_tokens or self.settings.batch_tokens
         weights = sum(p.numel() for p in self.draft.parameters() if p.requires_grad)
@@ -165,6 +163,11 @@ class Learner:
         target, counts = self._ask_target(prepared, exact)
         return self._loss(prepared, target, self._step_weights(counts))
 
+    def asks_all(self, exact: bool) -> bool:
+        """Whether the target is asked about more than the draft's vocabulary. Args: exact: see `loss`."""
+        needed = exact or self.settings.mask_out_of_vocab or self.settings.loss in ("lk", "lk_hybrid")
+        return needed and self.draft.draft_ids is not None
+
     def _ask_target(self, prepared: PreparedBatch, exact: bool) -> tuple[Targets | Teacher, torch.Tensor]:
         """What the target says of a pass, and how many slots each unroll step trains on: [K] int64."""
         settings, last = self.settings, prepared.batch.last
@@ -174,7 +177,7 @@ class Learner:
                 self.head,
                 last,
                 prepared.slots,
-                top1=exact or settings.mask_out_of_vocab,
+                top1=self.asks_all(exact),
                 mass=settings.loss in ("lk", "lk_hybrid"),
                 mask=settings.mask_out_of_vocab,
             )
@@ -227,17 +230,17 @@ class Learner:
         for prepared in passes:
             self._wait_for(prepared)
         set_rate(self.optimizer, rate)
-        exact = exact or self.settings.mask_out_of_vocab
+        exact = self.asks_all(exact)
         if self.ranks.count == 1 and len(passes) == 1:  # all of it in one graph
             numbers = self._graphed(passes[0], exact, lambda: self._learn(passes, exact), passes[0].tensors())
         else:
             numbers = self._learn(passes, exact)
         ids = sample_ids or (tuple(id for prepared in passes for id in prepared.batch.sample_ids),)
         if self.copies is None:
-            return Launched(numbers, None, ids)
+            return Launched(numbers, None, ids, exact)
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         host.copy_(numbers, non_blocking=True)
-        return Launched(host, torch.cuda.current_stream().record_event(), ids)
+        return Launched(host, torch.cuda.current_stream().record_event(), ids, exact)
 
     def average(self, done_steps: int) -> None:
         """Move the averages towards the weights that step number `done_steps` left, faster while they are few."""
@@ -328,6 +331,15 @@ class Learner:
         computing.wait_event(prepared.arrived)
         for tensor in prepared.tensors():
             tensor.record_stream(computing)
+
+
+def in_bfloat16(settings: recipe.Train, device: torch.device) -> bool:
+    return settings.autocast == "bfloat16" or (settings.autocast == "auto" and device.type == "cuda")
+
+
+def lacks_kernels(settings: recipe.Train, device: torch.device) -> bool:
+    """The attention kernels of CUDA are for bfloat16: matrix units would round float32."""
+    return device.type != "cpu" and not in_bfloat16(settings, device)
 
 
 def acceptance_figures(steps: list[tuple[float, float, float]]) -> dict[str, float]:
