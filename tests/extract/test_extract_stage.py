@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftsmith.corpus import write_corpus
-from draftsmith.errors import Interrupted, RequestError, StoreError
+from draftsmith.errors import CaptureError, Interrupted, RequestError, StoreError
 from draftsmith.extract import run
 from draftsmith.extract.from_transformers import Reference
 from draftsmith.probe.facts import read_facts
@@ -211,6 +211,18 @@ def test_a_finished_store_is_reported_without_the_targets_weights(tmp_path: Path
     second = run(recipe, paths)
     assert second["tokens_per_second"] is None
     assert {**first, "tokens_per_second": None, "summary": None} == {**second, "summary": None}
+
+
+def test_a_sample_that_got_lost_on_the_way_is_named_and_captured_by_the_next_run(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, paths = prepared(tmp_path, tiny_target)
+    features = Reference.features
+    with monkeypatch.context() as planted:
+        planted.setattr(Reference, "features", lambda self, of: [f for f in features(self, of) if f.id != "s7"])
+        with pytest.raises(CaptureError, match="1 of 21 samples, such as s7, are neither in the store nor set aside"):
+            run(recipe, paths)
+    assert run(recipe, paths)["samples"] == len(LENGTHS)
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------

@@ -30,12 +30,12 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
         RequestError: the layer ids do not fit the target.
         StoreError: the store there is of something else, is being written, or does not fit on the disk.
         TargetError: the target cannot be loaded.
-        CaptureError: its states cannot be captured, or are not those that its logits come from.
+        CaptureError: its states cannot be captured, or are not those that its logits come from; or a sample got lost.
         EngineError: the engine failed, and starting it again did not help.
         CheckFailed: more samples were set aside than `extract.max_quarantined` allows.
     """
     from draftsmith.corpus import corpus_lengths
-    from draftsmith.extract.quarantine import refuse_many_set_aside
+    from draftsmith.extract.quarantine import refuse_lost, refuse_many_set_aside
     from draftsmith.store.writer import StoreWriter
     from draftsmith.target import read_facts_of_run
 
@@ -50,6 +50,7 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
         missing = {id: tokens for id, tokens in lengths.items() if id not in writer.committed}
         _refuse_small_disk(paths, manifest, missing)
         rate = _capture(recipe, paths, facts, writer, lengths) if missing else None
+    refuse_lost(paths.stage("extract"), writer.committed, lengths)
     refuse_many_set_aside(paths.stage("extract"), len(lengths), recipe.extract.max_quarantined)
     return _report(paths, rate)
 
