@@ -16,6 +16,7 @@ import torch
 from draftsmith import extract
 from draftsmith.corpus import write_corpus
 from draftsmith.errors import CaptureError, EngineError
+from draftsmith.extract import RESTARTED
 from draftsmith.extract.engine_errors import explain_death
 from draftsmith.extract.engines import Engines, spool_folder
 from draftsmith.extract.parity import Expected, compare, expect
@@ -24,7 +25,7 @@ from draftsmith.extract.vllm_worker.client import EngineDied
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Recipe, Target
 from draftsmith.records import Features, Sample
-from draftsmith.rundir import RunPaths, write_json
+from draftsmith.rundir import RunPaths, append_event, read_events, write_json
 from draftsmith.store.codec import CODECS
 from draftsmith.store.shard_file import taught
 from draftsmith.store.shards import Store
@@ -290,6 +291,26 @@ def prepared(folder: Path, model: Path, samples: list[Sample], **extract: Any) -
     write_json(paths.facts, read_facts(str(model)).to_json())
     write_corpus(paths.corpus, samples, {"template_sha256": "m0"})
     return recipe.model_copy(update={"run_dir": folder}), paths
+
+
+def test_each_restart_of_an_engine_is_told_at_once_and_stays_on_record(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faulty = {"worker_cls": f"{FAULTS}.FullWorker"}
+    recipe, paths = prepared(tmp_path / "run", llama, mixed_samples(24), engine_args=faulty)
+    append_event(paths, "extract", RESTARTED, what="in a run that was begun anew since")
+    append_event(paths, "extract", "started")
+    report = extract.run(recipe, paths)
+    assert report["samples"] == 24
+    told = [line for line in capsys.readouterr().err.splitlines() if "is started again" in line or "hint:" in line]
+    (event,) = [event for event in read_events(paths) if event["event"] == RESTARTED][1:]
+    assert event["where"].startswith("extract, worker 0, in execute_model, samples s")
+    assert "extract.max_num_batched_tokens" in event["hint"]
+    assert "raise torch.OutOfMemoryError" in event["detail"]
+    what = "torch.OutOfMemoryError: CUDA out of memory"
+    assert told == [f"{event['where']}: the engine died and is started again: {what}", f"  hint: {event['hint']}"]
+    assert report["engine_restarts"] == 1
+    assert report["summary"][-1] == f"  engines that died and were started again: 1, the last: {what}"
 
 
 KILLING = """

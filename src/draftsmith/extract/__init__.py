@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from draftsmith.store.writer import StoreWriter
 
 _GIB, _MIB = 1 << 30, 1 << 20
+RESTARTED = "engine_restarted"  # the event
 CAPTURED = {"native": "by vLLM's own method", "hooked": "by hooks on the layers"}
 
 
@@ -84,16 +85,20 @@ def _manifest(recipe: Recipe, paths: RunPaths, facts: TargetFacts) -> Manifest:
 
 def _refuse_store_gone(paths: RunPaths) -> None:
     """A store that was begun and is not there is on a disk that is not there: a new one must not take its place."""
-    begun = False
-    for event in read_events(paths):
-        if event.get("stage") == "extract" and event["event"] in ("started", "redo", "predicted"):
-            begun = event["event"] == "predicted"
+    begun = any(event["event"] == "predicted" for event in _events(paths))
     if begun and not (paths.store / "manifest.json").exists():
         raise StoreError(
             "was begun, and is not there now",
             where=str(paths.store),
             hint="mount the disk that it is on; or give --redo to extract all again",
         )
+
+
+def _events(paths: RunPaths) -> list[dict[str, Any]]:
+    """Of this stage, since it was begun anew."""
+    own = [event for event in read_events(paths) if event.get("stage") == "extract"]
+    anew = max((i for i, event in enumerate(own) if event["event"] in ("started", "redo")), default=-1)
+    return own[anew + 1 :]
 
 
 def _refuse_another_corpus(paths: RunPaths, committed: dict[str, int], lengths: dict[str, int]) -> None:
@@ -192,6 +197,7 @@ def _report(paths: RunPaths, tokens_per_second: float | None) -> dict[str, Any]:
     from draftsmith.store.shards import Store
 
     store, set_aside = Store.open(paths.store), read_quarantine(paths.stage("extract"))
+    restarts = [event["what"] for event in _events(paths) if event["event"] == RESTARTED]
     tokens, size = sum(store.lengths), sum(entry.bytes for entry in store.entries)
     parity = store.manifest.parity or {}
     rate = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s"
@@ -204,11 +210,17 @@ def _report(paths: RunPaths, tokens_per_second: float | None) -> dict[str, Any]:
         "aux_layer_ids": list(store.manifest.aux_layer_ids),
         "parity": parity,
         "set_aside": {id: reasons[-1].splitlines()[0] for id, reasons in set_aside.items()},
+        "engine_restarts": len(restarts),
         "summary": [
             f"extract: {len(store):,} samples, {tokens:,} tokens, {size / _GIB:,.2f} GiB{rate}",
             f"  layer ids {', '.join(map(str, store.manifest.aux_layer_ids))} and {store.manifest.num_hidden_layers}; "
             + _say_parity(parity),
             *([f"  {len(set_aside):,} samples set aside, which failed twice"] if set_aside else []),
+            *(
+                [f"  engines that died and were started again: {len(restarts)}, the last: {restarts[-1]}"]
+                if restarts
+                else []
+            ),
         ],
     }
 

@@ -9,10 +9,14 @@ again, as long as it gets anything done.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 
 from draftsmith.corpus import read_corpus
+from draftsmith.errors import EngineError
+from draftsmith.extract import RESTARTED
 from draftsmith.extract.engine_settings import device_shares, engine_args, environment
 from draftsmith.extract.engines import Engines, Plan
 from draftsmith.extract.parity import expect, first_samples, measure
@@ -20,7 +24,7 @@ from draftsmith.extract.quarantine import read_quarantine
 from draftsmith.extract.work import Captured, Work
 from draftsmith.recipe import Recipe
 from draftsmith.records import EncodedFeatures, Features, Sample, TargetFacts
-from draftsmith.rundir import RunPaths
+from draftsmith.rundir import RunPaths, append_event
 from draftsmith.store.codec import CODECS
 from draftsmith.store.writer import StoreWriter
 from draftsmith.target import DTYPES, pick_device
@@ -56,7 +60,7 @@ def capture_corpus(
         codec=recipe.extract.codec if CODECS[recipe.extract.codec].error else None,
     )
 
-    with Engines(plan) as engines:
+    with Engines(plan, partial(_tell_of_restart, paths)) as engines:
 
         def prove(captured: list[Captured]) -> None:
             due = expected if isinstance(expected, str) else expected.of([one.features.id for one in captured])
@@ -67,6 +71,14 @@ def capture_corpus(
         for found in _proven(stream, {sample.id for sample in first}, folder, prove):
             yield [one.features for one in found]
         engines.end()
+
+
+def _tell_of_restart(paths: RunPaths, error: EngineError) -> None:
+    """At once, since a large target takes long to load; the next life of the engine deletes what the last one wrote."""
+    said = {"what": error.what, "where": error.where, "hint": error.hint, "detail": error.detail}
+    append_event(paths, "extract", RESTARTED, **said)
+    hint = f"\n  hint: {error.hint}" if error.hint else ""
+    print(f"{error.where}: the engine died and is started again: {error.what}{hint}", file=sys.stderr)
 
 
 def _of_corpus(paths: RunPaths, wanted: dict[str, int]) -> Iterator[Sample]:
