@@ -16,7 +16,8 @@ from draftsmith.extract.engine_errors import explain_death
 from draftsmith.extract.engine_settings import device_shares, engine_args
 from draftsmith.extract.engines import Engine, Plan
 from draftsmith.extract.from_vllm import _proven
-from draftsmith.extract.parity import Expected, compare, expect
+from draftsmith.extract.parity import SEQUENCES, Expected, compare, expect
+from draftsmith.extract.quarantine import set_aside
 from draftsmith.extract.vllm_worker import internals, spool
 from draftsmith.extract.vllm_worker.client import EngineDied
 from draftsmith.extract.vllm_worker.engine import captured_parts, refuse_endless_wait
@@ -189,6 +190,18 @@ def test_nothing_is_given_out_before_the_first_samples_are_proven(tmp_path: Path
     assert not given
     later = list(_proven(iter(batches), {"s0", "s2"}, tmp_path, lambda first: None))
     assert [len(batch) for batch in later] == [0, 0, 3, 1, 1]
+
+
+def test_where_the_first_samples_are_set_aside_others_are_proven_and_none_are_held_back(tmp_path: Path) -> None:
+    empty = torch.empty(0)
+    for number in range(2):
+        set_aside(tmp_path, sample(number), ["too long", "too long"])
+    for others in (0, 1, SEQUENCES + 5):
+        batches = [[Captured(Features(f"s{2 + n}", "", "", empty, empty, empty, empty), 0)] for n in range(others)]
+        seen: list[int] = []
+        stream = _proven(iter([[], *batches]), {"s0", "s1"}, tmp_path, lambda first, to=seen: to.append(len(first)))  # type: ignore[misc]
+        assert sum(map(len, stream)) == others
+        assert seen == [min(others, SEQUENCES)][:others]
 
 
 def ministral(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from draftsmith.errors import CaptureError, EngineError
 from draftsmith.extract import RESTARTED
 from draftsmith.extract.engine_errors import explain_death
 from draftsmith.extract.engines import Engines, spool_folder
-from draftsmith.extract.parity import Expected, compare, expect
+from draftsmith.extract.parity import SEQUENCES, TOKENS, Expected, compare, expect
 from draftsmith.extract.quarantine import read_quarantine
 from draftsmith.extract.vllm_worker.client import EngineDied
 from draftsmith.probe.facts import read_facts
@@ -311,6 +311,21 @@ def test_each_restart_of_an_engine_is_told_at_once_and_stays_on_record(
     assert told == [f"{event['where']}: the engine died and is started again: {what}", f"  hint: {event['hint']}"]
     assert report["engine_restarts"] == 1
     assert report["summary"][-1] == f"  engines that died and were started again: 1, the last: {what}"
+
+
+def test_where_all_that_the_reference_ran_is_set_aside_the_others_are_proven_by_the_engines_tokens(
+    llama: Path, tmp_path: Path
+) -> None:
+    long = sample(99, [20 + position % 400 for position in range(TOKENS)])  # that nothing else is compared with
+    recipe, paths = prepared(
+        tmp_path / "run", llama, [long, *mixed_samples(24)], engine_args={"max_model_len": 600}, max_quarantined=0.05
+    )
+    report = extract.run(recipe, paths)
+    assert list(report["set_aside"]) == ["s99"]
+    assert report["samples"] == 24
+    assert report["parity"]["reason"] == "each sample that the reference ran was set aside"
+    assert report["parity"]["next_tokens"] == SEQUENCES
+    assert report["parity"]["next_token_agreement"] > 0.9
 
 
 KILLING = """

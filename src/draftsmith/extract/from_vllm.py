@@ -19,7 +19,7 @@ from draftsmith.errors import EngineError
 from draftsmith.extract import RESTARTED
 from draftsmith.extract.engine_settings import device_shares, engine_args, environment
 from draftsmith.extract.engines import Engines, Plan
-from draftsmith.extract.parity import expect, first_samples, measure
+from draftsmith.extract.parity import SEQUENCES, expect, first_samples, measure
 from draftsmith.extract.quarantine import read_quarantine
 from draftsmith.extract.work import Captured, Work
 from draftsmith.recipe import Recipe
@@ -88,14 +88,20 @@ def _of_corpus(paths: RunPaths, wanted: dict[str, int]) -> Iterator[Sample]:
 def _proven(
     stream: Iterator[list[Captured]], first_ids: set[str], folder: Path, prove: Callable[[list[Captured]], None]
 ) -> Iterator[list[Captured]]:
-    """The stream, held back until its first samples are there, or set aside, and `prove` has seen them."""
+    """The stream, held back until `prove` has seen its first samples: those that were not set aside, or, where all of
+    them were, as many others."""
     held: list[Captured] = []
     for captured in stream:
         held += captured
-        first = [one for one in held if one.features.id in first_ids]
-        if len(first) == len(first_ids) or len(first) == len(first_ids - read_quarantine(folder).keys()):
-            prove(first)
-            yield held
+        first, due = [one for one in held if one.features.id in first_ids], len(first_ids)
+        if len(first) < due:
+            due = len(first_ids - read_quarantine(folder).keys())
+        if due == 0:
+            first, due = held[:SEQUENCES], SEQUENCES
+        if len(first) == due:
             break
         yield []
+    if held:
+        prove(first)
+        yield held
     yield from stream
