@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -314,6 +315,41 @@ def test_no_memory_left_says_by_how_much_and_which_setting_helps(tmp_path: Path,
     error = explain_death(EngineDied(describe(short, "worker 0", during, None, []), 1), log, 0, lambda numbers: [])
     assert error.what.endswith("Tried to allocate 20.00 GiB, of which 3.00 GiB are free.")
     assert setting in str(error.hint)
+
+
+def no_memory_on_the_cpu() -> Exception:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("error", "during", "remedy"),
+    [
+        (  # of vLLM 0.32's v1/worker/utils.py
+            ValueError(
+                "Free memory on device cuda:0 (3.0/79.1 GiB) on startup is less than desired GPU memory utilization "
+                "(0.9, 71.2 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
+            ),
+            "init_device",
+            "lower extract.gpu_memory_utilization",
+        ),
+        (  # of its v1/core/kv_cache_utils.py
+            ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when"),
+            "start",
+            "raise extract.gpu_memory_utilization",
+        ),
+        (no_memory_on_the_cpu(), "load_model", "lower extract.kv_cache_memory_bytes"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "execute_model", "make room in /dev/shm"),
+    ],
+    ids=["shared device", "no room for the cache", "memory of a CPU", "spool"],
+)
+def test_what_fills_up_says_what_to_change_and_in_which_direction(
+    tmp_path: Path, error: Exception, during: str, remedy: str
+) -> None:
+    (tmp_path / "engine.log").touch()
+    death = EngineDied(describe(error, "worker 0", during, None, []), 1)
+    assert remedy in str(explain_death(death, tmp_path / "engine.log", 0, lambda numbers: []).hint)
 
 
 def test_an_engine_that_lacks_what_is_relied_on_is_refused_naming_it(monkeypatch: pytest.MonkeyPatch) -> None:
