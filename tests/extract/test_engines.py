@@ -286,6 +286,19 @@ def test_each_engine_has_devices_of_its_own(tiny_target: Path, monkeypatch: pyte
         engine_args(recipe(engine_args={"data_parallel_size": 2}), read_facts(str(tiny_target)), "float32", 10)
 
 
+@pytest.mark.parametrize(("on_gpu", "refused"), [(False, "on a CPU"), (True, "in one piece")])
+def test_stages_of_layers_are_refused_where_the_engine_would_die_of_them(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, refused: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    facts = read_facts(str(tiny_target))
+    for stages in ({"pipeline_parallel_size": 2}, {"engine_args": {"pipeline_parallel_size": 2}}):
+        with pytest.raises(RequestError, match=rf"(?s){refused}.*extract.tensor_parallel_size"):
+            engine_args(recipe(capture="native", **stages), facts, "float32", 10)
+        if on_gpu:
+            engine_args(recipe(capture="auto", **stages), facts, "float32", 10)
+
+
 def test_no_more_sequences_than_tokens_are_asked_for_in_a_step(tiny_target: Path) -> None:
     args = engine_args(recipe(max_num_batched_tokens=64), read_facts(str(tiny_target)), "float32", 10)
     assert args["max_num_seqs"] == 64

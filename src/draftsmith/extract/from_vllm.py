@@ -45,8 +45,6 @@ def capture_corpus(
     if not missing:
         return
     layer_ids, dtype = (*manifest.aux_layer_ids, manifest.num_hidden_layers), DTYPES[manifest.dtype]
-    first = first_samples(_of_corpus(paths, missing), recipe.extract.max_num_batched_tokens)
-    expected = expect(facts, recipe.target, layer_ids, pick_device(recipe.target.device), dtype, first)
     longest = max(missing.values())
     plan = Plan(
         engine_args=engine_args(recipe, facts, manifest.dtype, longest),
@@ -59,6 +57,8 @@ def capture_corpus(
         devices=device_shares(recipe),
         codec=recipe.extract.codec if CODECS[recipe.extract.codec].error else None,
     )
+    first = first_samples(_of_corpus(paths, missing), recipe.extract.max_num_batched_tokens)
+    expected = expect(facts, recipe.target, layer_ids, pick_device(recipe.target.device), dtype, first)
 
     with Engines(plan, partial(_tell_of_restart, paths)) as engines:
 
