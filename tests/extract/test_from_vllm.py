@@ -40,7 +40,7 @@ from tests.extract.vllm_faults import (
     REORDERED,
 )
 from tests.extract.vllm_runs import (
-    REPOSITORY,
+    PYTHONPATH,
     ROUNDING,
     beginning_with,
     captured,
@@ -69,7 +69,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def workers_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
 
 
 # ---- the states are the reference's, and those that are not are found ---------------------------------------------
@@ -322,6 +322,7 @@ def test_where_all_that_the_reference_ran_is_set_aside_the_others_are_proven_by_
     )
     report = extract.run(recipe, paths)
     assert list(report["set_aside"]) == ["s99"]
+    assert report["engine_restarts"] == 0, "an engine refuses a sample that is too long, and does not die of it"
     assert report["samples"] == 24
     assert report["parity"]["reason"] == "each sample that the reference ran was set aside"
     assert report["parity"]["next_tokens"] == SEQUENCES

@@ -178,13 +178,14 @@ class Service:
     def add(self, number: int, input_ids: list[int]) -> None:
         """Hand a sample to the engine, which may not take it: too long, or a token that the model does not have."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError  # no ValueError since 0.32
 
         one_token = SamplingParams(
             temperature=0.0, max_tokens=1, detokenize=False, extra_args=sampling_extra_args(number)
         )
         try:
             self.engine.add_request(str(number), {"prompt_token_ids": input_ids}, one_token)
-        except ValueError as error:
+        except (ValueError, VLLMValidationError) as error:
             self.refuse(number, f"the engine refuses it: {error}")
 
     def report_done(self) -> None:
