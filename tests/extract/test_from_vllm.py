@@ -409,6 +409,14 @@ def test_a_model_that_does_not_hand_out_the_last_state_is_helped(
             assert torch.allclose(states, native[id][:, columns], rtol=1e-4, atol=1e-4), id
 
 
+def test_a_model_that_the_engine_takes_from_transformers_is_captured_by_hooks(llama: Path, tmp_path: Path) -> None:
+    recipe, paths = prepared(tmp_path / "run", llama, mixed_samples(12), engine_args={"model_impl": "transformers"})
+    report = extract.run(recipe, paths)
+    assert report["samples"] == 12
+    assert report["parity"]["capture"] == "hooked"
+    assert max(figures["max"] for figures in report["parity"]["by_layer"].values()) < ROUNDING
+
+
 @pytest.mark.parametrize(("codec", "capture"), [("int8", "native"), ("fp8", "hooked")])
 def test_states_that_the_workers_encode_are_those_of_the_engine(
     llama: Path, native: dict[str, torch.Tensor], tmp_path: Path, codec: str, capture: str

@@ -100,7 +100,10 @@ def refuse_endless_wait(config: Any) -> None:
 
 
 def choose_capture(job: Job) -> str:
-    """Natively, where the model has the engine's EAGLE-3 interface and is in one piece; else by hooks."""
+    """Natively, where the model has the engine's EAGLE-3 interface and is in one piece; else by hooks.
+
+    Told to take all models from transformers, vLLM does not find the drafter that its own capture is.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.interfaces import supports_eagle3
 
@@ -109,7 +112,8 @@ def choose_capture(job: Job) -> str:
     config = EngineArgs(**job.engine_args).create_model_config()
     model_class, _ = config.registry.resolve_model_cls(config.architectures, config)
     in_one_piece = job.engine_args.get("pipeline_parallel_size", 1) == 1
-    return "native" if in_one_piece and supports_eagle3(model_class) else "hooked"
+    finds_drafter = job.engine_args.get("model_impl") != "transformers"
+    return "native" if in_one_piece and finds_drafter and supports_eagle3(model_class) else "hooked"
 
 
 def captured_parts(engine: Any, layer_ids: list[int]) -> list[list[int]]:
