@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -415,6 +416,9 @@ def test_a_model_that_the_engine_takes_from_transformers_is_captured_by_hooks(ll
     assert report["samples"] == 12
     assert report["parity"]["capture"] == "hooked"
     assert max(figures["max"] for figures in report["parity"]["by_layer"].values()) < ROUNDING
+    since = {event["event"]: event["time"] for event in read_events(paths)}
+    waited = time.time() - since["predicted"]
+    assert report["tokens"] / report["tokens_per_second"] < waited / 2, "the engine's start is in the rate"
 
 
 @pytest.mark.parametrize(("codec", "capture"), [("int8", "native"), ("fp8", "hooked")])

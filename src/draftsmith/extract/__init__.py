@@ -13,7 +13,7 @@ from draftsmith.records import EncodedFeatures, Features, TargetFacts
 from draftsmith.rundir import RunPaths, append_event, read_events
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from draftsmith.extract.from_transformers import Reference
     from draftsmith.store.manifest import Manifest
@@ -136,21 +136,17 @@ def _refuse_small_disk(paths: RunPaths, manifest: Manifest, missing: dict[str, i
 def _capture(
     recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter, lengths: dict[str, int]
 ) -> float:
-    """Work through the corpus; returns tokens per second."""
+    """Work through the corpus; returns tokens per second, once the target was loaded."""
     from contextlib import closing
 
     from draftsmith.progress import progress
     from draftsmith.signals import check_stop, stop_requested
 
-    source: Generator[Sequence[Features | EncodedFeatures], None, None]
-    if recipe.extract.engine == "vllm":
-        from draftsmith.extract.from_vllm import capture_corpus
-
-        source = capture_corpus(recipe, paths, facts, writer, lengths)
-    else:
-        source = _capture_with_transformers(recipe, paths, facts, writer)
     done = sum(writer.committed.values())
-    with progress("extract", sum(lengths.values()), "tokens", done=done) as bar, closing(source):
+    with (
+        progress("extract", sum(lengths.values()), "tokens", done=done) as bar,
+        closing(_source(recipe, paths, facts, writer, lengths, bar.restart)) as source,
+    ):
         for found in source:
             committed = writer.add(found)
             bar.advance(sum(len(f.input_ids) for f in found))
@@ -164,13 +160,26 @@ def _capture(
         return bar.rate
 
 
+def _source(
+    recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter, lengths: dict[str, int],
+    begin: Callable[[], None],
+) -> Generator[Sequence[Features | EncodedFeatures], None, None]:  # fmt: skip
+    """What the store does not have yet; `begin` is called once the target is ready."""
+    if recipe.extract.engine == "vllm":
+        from draftsmith.extract.from_vllm import capture_corpus
+
+        return capture_corpus(recipe, paths, facts, writer, lengths, begin)
+    return _capture_with_transformers(recipe, paths, facts, writer, begin)
+
+
 def _capture_with_transformers(
-    recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter
+    recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter, begin: Callable[[], None]
 ) -> Generator[list[Features], None, None]:
     from draftsmith.corpus import read_corpus
     from draftsmith.extract.from_transformers import batches
 
     reference = _proven_reference(recipe, paths, facts, writer)
+    begin()
     for batch in batches(read_corpus(paths.corpus), recipe.extract.batch_tokens):
         if not all(sample.id in writer.committed for sample in batch):
             yield [f for f in reference.features(batch) if f.id not in writer.committed]

@@ -151,7 +151,7 @@ class Engines:
         self.plan, self._on_restart = plan, on_restart
         self.engines = [Engine(plan, number) for number in range(len(plan.devices))]
         self._readers = one_core_threads("take")  # the engine's own threads need the other cores
-        self._begun = False  # once all have been ready; from there on, one that starts again is not waited for
+        self.begun = False  # once all have been ready; from there on, one that starts again is not waited for
 
     def __enter__(self) -> Self:
         for engine in self.engines:
@@ -198,8 +198,8 @@ class Engines:
 
     def _send(self, work: Work) -> None:
         ready = [engine for engine in self.engines if engine.ready]
-        self._begun = self._begun or len(ready) == len(self.engines)
-        while self._begun and ready and (next_one := work.next_to_send()):
+        self.begun = self.begun or len(ready) == len(self.engines)
+        while self.begun and ready and (next_one := work.next_to_send()):
             min(ready, key=lambda engine: engine.load_tokens).send(*next_one)
 
     def _hear(self, engine: Engine, work: Work) -> None:

@@ -31,9 +31,13 @@ from draftsmith.target import DTYPES, pick_device
 
 
 def capture_corpus(
-    recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter, lengths: dict[str, int]
-) -> Generator[list[Features | EncodedFeatures], None, None]:
+    recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter, lengths: dict[str, int],
+    begin: Callable[[], None],
+) -> Generator[list[Features | EncodedFeatures], None, None]:  # fmt: skip
     """What the store does not have yet of a corpus, the first samples proven before any is given out.
+
+    Args:
+        begin: called once, when all engines are ready.
 
     Raises:
         CaptureError: the states are not the reference's, or not those that the engine's own tokens follow from.
@@ -67,8 +71,12 @@ def capture_corpus(
             figures = measure(captured, due, facts, layer_ids, dtype, plan.codec)
             writer.record_parity({"capture": engines.capture, **figures})
 
+        begun = False
         stream = engines.run(Work(_of_corpus(paths, missing), plan.room_tokens))
         for found in _proven(stream, {sample.id for sample in first}, folder, prove):
+            if engines.begun and not begun:
+                begin()
+                begun = True
             yield [one.features for one in found]
         engines.end()
 
