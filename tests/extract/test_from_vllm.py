@@ -421,6 +421,18 @@ def test_a_model_that_the_engine_takes_from_transformers_is_captured_by_hooks(ll
     assert report["tokens"] / report["tokens_per_second"] < waited / 2, "the engine's start is in the rate"
 
 
+def test_a_run_that_goes_on_keeps_what_was_measured_of_the_earlier_samples(llama: Path, tmp_path: Path) -> None:
+    samples = mixed_samples(24)
+    first = extract.run(*prepared(tmp_path / "run", llama, samples[:10]))["parity"]
+    report = extract.run(*prepared(tmp_path / "run", llama, samples))
+    parity = dict(report["parity"])
+    (later,) = parity.pop("later").values()
+    assert parity == first
+    assert later["against"] == "transformers"
+    assert (first["sequences"], later["sequences"]) == (10, 14)
+    assert "compared in 2 of 2 runs" in report["summary"][1]
+
+
 @pytest.mark.parametrize(("codec", "capture"), [("int8", "native"), ("fp8", "hooked")])
 def test_states_that_the_workers_encode_are_those_of_the_engine(
     llama: Path, native: dict[str, torch.Tensor], tmp_path: Path, codec: str, capture: str

@@ -237,10 +237,14 @@ def _report(paths: RunPaths, tokens_per_second: float | None) -> dict[str, Any]:
 def _say_parity(parity: dict[str, Any]) -> str:
     if "head_error" in parity:
         return f"the target's own logits follow from the last to {parity['head_error']:.1e}"
-    said = f"not compared with the reference: {parity.get('reason', 'not measured')}"
-    if "by_layer" in parity:
-        worst = max(figures["median"] for figures in parity["by_layer"].values())
+    said, records = f"not compared with the reference: {parity.get('reason', 'not measured')}", [parity]
+    records += parity.get("later", {}).values()
+    compared = [record["by_layer"] for record in records if "by_layer" in record]
+    if compared:
+        worst = max(figures["median"] for by_layer in compared for figures in by_layer.values())
         said = f"the reference's to {worst:.1e}"
+    if len(records) > 1:
+        said += f", compared in {len(compared)} of {len(records)} runs"
     if parity.get("capture"):
         said = f"captured {CAPTURED[parity['capture']]}; {said}"
     if parity.get("next_tokens"):
