@@ -1,17 +1,20 @@
-"""A progress bar with rate and time left on a terminal; silence elsewhere."""
+"""How far a stage is, at which rate, and the time left: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from draftsmith import launch
 
+LINE_SECONDS = 60.0  # between two lines where there is no terminal
+
 
 class Progress:
-    """Counts what is done; `rate` is what was done per second in this process."""
+    """Counts what is done; `rate` is what was done per second in this process, since `restart`."""
 
     def __init__(self, total: int, done: int = 0) -> None:
         self.total, self.done, self.started_at = total, done, done
@@ -25,6 +28,10 @@ class Progress:
     @property
     def rate(self) -> float:
         return (self.done - self.started_at) / max(self.seconds, 1e-9)
+
+    def restart(self) -> None:
+        """Begin to count seconds and rate: so far, things were made ready."""
+        self.started_at, self.start = self.done, time.monotonic()
 
     def advance(self, amount: int, note: str = "") -> None:
         self.done += amount
@@ -45,7 +52,11 @@ def quiet_libraries() -> None:
 def progress(what: str, total: int, unit: str, done: int = 0) -> Iterator[Progress]:
     """Show how far `what` is, in `unit`s of `total`; `done` were done before this process began."""
     counter = Progress(total, done)
-    if launch.rank() or not sys.stderr.isatty():
+    if launch.rank():
+        yield counter
+        return
+    if not sys.stderr.isatty():
+        counter._redraw = _lines(what, counter, unit)
         yield counter
         return
     from rich.console import Console
@@ -68,3 +79,20 @@ def progress(what: str, total: int, unit: str, done: int = 0) -> Iterator[Progre
 
         counter._redraw = redraw
         yield counter
+
+
+def _lines(what: str, counter: Progress, unit: str) -> Callable[[str], None]:
+    said = time.monotonic()
+
+    def say(note: str) -> None:
+        nonlocal said
+        if time.monotonic() - said < LINE_SECONDS:
+            return
+        said = time.monotonic()
+        parts = [f"{what}: {counter.done:,.0f} of {counter.total:,.0f} {unit}"]
+        if counter.rate:
+            left = timedelta(seconds=round((counter.total - counter.done) / counter.rate))
+            parts += [f"{counter.rate:,.1f} {unit}/s", f"{left} left"]
+        print(", ".join(filter(None, [*parts, note])), file=sys.stderr, flush=True)
+
+    return say

@@ -211,16 +211,28 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def append_event(paths: RunPaths, stage: str, event: str, **details: Any) -> None:
-    """Add a line to events.jsonl. A line that a crash cut short ends before the next one starts."""
+    """Add a line to events.jsonl."""
     paths.root.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"time": round(time.time(), 3), "stage": stage, "event": event, **details}, default=str)
-    with open(paths.events, "ab+") as file:
+    append_line(paths.events, line)
+
+
+def append_line(path: Path, line: str, *, durable: bool = False) -> None:
+    """Add a line to a file. A line that a crash cut short ends before this one starts.
+
+    Args:
+        durable: it is on disk before this returns.
+    """
+    with open(path, "ab+") as file:
         file.seek(0, os.SEEK_END)
         if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 line = "\n" + line
         file.write(line.encode() + b"\n")
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read_events(paths: RunPaths) -> list[dict[str, Any]]:

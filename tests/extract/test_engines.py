@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from draftsmith.extract.engine_errors import explain_death
 from draftsmith.extract.engine_settings import device_shares, engine_args
 from draftsmith.extract.engines import Engine, Plan
 from draftsmith.extract.from_vllm import _proven
-from draftsmith.extract.parity import Expected, compare, expect
+from draftsmith.extract.parity import SEQUENCES, Expected, compare, expect
+from draftsmith.extract.quarantine import set_aside
 from draftsmith.extract.vllm_worker import internals, spool
 from draftsmith.extract.vllm_worker.client import EngineDied
 from draftsmith.extract.vllm_worker.engine import captured_parts, refuse_endless_wait
@@ -191,6 +193,18 @@ def test_nothing_is_given_out_before_the_first_samples_are_proven(tmp_path: Path
     assert [len(batch) for batch in later] == [0, 0, 3, 1, 1]
 
 
+def test_where_the_first_samples_are_set_aside_others_are_proven_and_none_are_held_back(tmp_path: Path) -> None:
+    empty = torch.empty(0)
+    for number in range(2):
+        set_aside(tmp_path, sample(number), ["too long", "too long"])
+    for others in (0, 1, SEQUENCES + 5):
+        batches = [[Captured(Features(f"s{2 + n}", "", "", empty, empty, empty, empty), 0)] for n in range(others)]
+        seen: list[int] = []
+        stream = _proven(iter([[], *batches]), {"s0", "s1"}, tmp_path, lambda first, to=seen: to.append(len(first)))  # type: ignore[misc]
+        assert sum(map(len, stream)) == others
+        assert seen == [min(others, SEQUENCES)][:others]
+
+
 def ministral(folder: Path) -> Path:
     from transformers import Ministral3Config, Ministral3ForCausalLM
 
@@ -272,6 +286,19 @@ def test_each_engine_has_devices_of_its_own(tiny_target: Path, monkeypatch: pyte
         engine_args(recipe(engine_args={"data_parallel_size": 2}), read_facts(str(tiny_target)), "float32", 10)
 
 
+@pytest.mark.parametrize(("on_gpu", "refused"), [(False, "on a CPU"), (True, "in one piece")])
+def test_stages_of_layers_are_refused_where_the_engine_would_die_of_them(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, refused: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    facts = read_facts(str(tiny_target))
+    for stages in ({"pipeline_parallel_size": 2}, {"engine_args": {"pipeline_parallel_size": 2}}):
+        with pytest.raises(RequestError, match=rf"(?s){refused}.*extract.tensor_parallel_size"):
+            engine_args(recipe(capture="native", **stages), facts, "float32", 10)
+        if on_gpu:
+            engine_args(recipe(capture="auto", **stages), facts, "float32", 10)
+
+
 def test_no_more_sequences_than_tokens_are_asked_for_in_a_step(tiny_target: Path) -> None:
     args = engine_args(recipe(max_num_batched_tokens=64), read_facts(str(tiny_target)), "float32", 10)
     assert args["max_num_seqs"] == 64
@@ -301,6 +328,41 @@ def test_no_memory_left_says_by_how_much_and_which_setting_helps(tmp_path: Path,
     error = explain_death(EngineDied(describe(short, "worker 0", during, None, []), 1), log, 0, lambda numbers: [])
     assert error.what.endswith("Tried to allocate 20.00 GiB, of which 3.00 GiB are free.")
     assert setting in str(error.hint)
+
+
+def no_memory_on_the_cpu() -> Exception:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("error", "during", "remedy"),
+    [
+        (  # of vLLM 0.32's v1/worker/utils.py
+            ValueError(
+                "Free memory on device cuda:0 (3.0/79.1 GiB) on startup is less than desired GPU memory utilization "
+                "(0.9, 71.2 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
+            ),
+            "init_device",
+            "lower extract.gpu_memory_utilization",
+        ),
+        (  # of its v1/core/kv_cache_utils.py
+            ValueError("No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when"),
+            "start",
+            "raise extract.gpu_memory_utilization",
+        ),
+        (no_memory_on_the_cpu(), "load_model", "lower extract.kv_cache_memory_bytes"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "execute_model", "make room in /dev/shm"),
+    ],
+    ids=["shared device", "no room for the cache", "memory of a CPU", "spool"],
+)
+def test_what_fills_up_says_what_to_change_and_in_which_direction(
+    tmp_path: Path, error: Exception, during: str, remedy: str
+) -> None:
+    (tmp_path / "engine.log").touch()
+    death = EngineDied(describe(error, "worker 0", during, None, []), 1)
+    assert remedy in str(explain_death(death, tmp_path / "engine.log", 0, lambda numbers: []).hint)
 
 
 def test_an_engine_that_lacks_what_is_relied_on_is_refused_naming_it(monkeypatch: pytest.MonkeyPatch) -> None:

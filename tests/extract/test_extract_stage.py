@@ -1,17 +1,20 @@
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from draftsmith import progress, target
 from draftsmith.corpus import write_corpus
-from draftsmith.errors import Interrupted, RequestError, StoreError
+from draftsmith.errors import CaptureError, Interrupted, RequestError, StoreError
 from draftsmith.extract import run
 from draftsmith.extract.from_transformers import Reference
 from draftsmith.probe.facts import read_facts
@@ -100,6 +103,33 @@ def test_the_report_and_the_manifest_say_what_was_done(tmp_path: Path, tiny_targ
     assert manifest.template_sha256 == "m0"
     assert manifest.parity == report["parity"]
     assert not manifest.final_norm_applied
+
+
+def test_the_rate_is_that_of_the_capture_and_told_off_a_terminal(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = 0
+    load, features = target.load_target, Reference.features
+
+    def load_long(*args: Any) -> Any:
+        nonlocal seconds
+        seconds += 1000
+        return load(*args)
+
+    def capture(self: Reference, samples: Any) -> Any:
+        nonlocal seconds
+        seconds += 30
+        return features(self, samples)
+
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: seconds))
+    monkeypatch.setattr(target, "load_target", load_long)
+    monkeypatch.setattr(Reference, "features", capture)
+    report = run(*prepared(tmp_path, tiny_target))
+    rate = sum(LENGTHS) / (seconds - 1000)
+    assert report["tokens_per_second"] == round(rate, 1)
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("extract: ")]
+    assert len(told) == 1 + (seconds - 1000) // 60, "at once after so long, and then once a minute"
+    assert re.fullmatch(r"extract: [\d,]+ of 6,507 tokens, [\d.]+ tokens/s, 0:\d\d:\d\d left", told[0])
 
 
 def test_the_predicted_bytes_are_those_of_the_tensors_written(tmp_path: Path, tiny_target: Path) -> None:
@@ -211,6 +241,18 @@ def test_a_finished_store_is_reported_without_the_targets_weights(tmp_path: Path
     second = run(recipe, paths)
     assert second["tokens_per_second"] is None
     assert {**first, "tokens_per_second": None, "summary": None} == {**second, "summary": None}
+
+
+def test_a_sample_that_got_lost_on_the_way_is_named_and_captured_by_the_next_run(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, paths = prepared(tmp_path, tiny_target)
+    features = Reference.features
+    with monkeypatch.context() as planted:
+        planted.setattr(Reference, "features", lambda self, of: [f for f in features(self, of) if f.id != "s7"])
+        with pytest.raises(CaptureError, match="1 of 21 samples, such as s7, are neither in the store nor set aside"):
+            run(recipe, paths)
+    assert run(recipe, paths)["samples"] == len(LENGTHS)
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------

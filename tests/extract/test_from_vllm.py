@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +17,16 @@ import torch
 from draftsmith import extract
 from draftsmith.corpus import write_corpus
 from draftsmith.errors import CaptureError, EngineError
+from draftsmith.extract import RESTARTED
 from draftsmith.extract.engine_errors import explain_death
 from draftsmith.extract.engines import Engines, spool_folder
-from draftsmith.extract.parity import Expected, compare, expect
+from draftsmith.extract.parity import SEQUENCES, TOKENS, Expected, compare, expect
 from draftsmith.extract.quarantine import read_quarantine
 from draftsmith.extract.vllm_worker.client import EngineDied
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Recipe, Target
 from draftsmith.records import Features, Sample
-from draftsmith.rundir import RunPaths, write_json
+from draftsmith.rundir import RunPaths, append_event, read_events, write_json
 from draftsmith.store.codec import CODECS
 from draftsmith.store.shard_file import taught
 from draftsmith.store.shards import Store
@@ -39,7 +41,7 @@ from tests.extract.vllm_faults import (
     REORDERED,
 )
 from tests.extract.vllm_runs import (
-    REPOSITORY,
+    PYTHONPATH,
     ROUNDING,
     beginning_with,
     captured,
@@ -68,7 +70,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def workers_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
 
 
 # ---- the states are the reference's, and those that are not are found ---------------------------------------------
@@ -292,6 +294,42 @@ def prepared(folder: Path, model: Path, samples: list[Sample], **extract: Any) -
     return recipe.model_copy(update={"run_dir": folder}), paths
 
 
+def test_each_restart_of_an_engine_is_told_at_once_and_stays_on_record(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faulty = {"worker_cls": f"{FAULTS}.FullWorker"}
+    recipe, paths = prepared(tmp_path / "run", llama, mixed_samples(24), engine_args=faulty)
+    append_event(paths, "extract", RESTARTED, what="in a run that was begun anew since")
+    append_event(paths, "extract", "started")
+    report = extract.run(recipe, paths)
+    assert report["samples"] == 24
+    told = [line for line in capsys.readouterr().err.splitlines() if "is started again" in line or "hint:" in line]
+    (event,) = [event for event in read_events(paths) if event["event"] == RESTARTED][1:]
+    assert event["where"].startswith("extract, worker 0, in execute_model, samples s")
+    assert "extract.max_num_batched_tokens" in event["hint"]
+    assert "raise torch.OutOfMemoryError" in event["detail"]
+    what = "torch.OutOfMemoryError: CUDA out of memory"
+    assert told == [f"{event['where']}: the engine died and is started again: {what}", f"  hint: {event['hint']}"]
+    assert report["engine_restarts"] == 1
+    assert report["summary"][-1] == f"  engines that died and were started again: 1, the last: {what}"
+
+
+def test_where_all_that_the_reference_ran_is_set_aside_the_others_are_proven_by_the_engines_tokens(
+    llama: Path, tmp_path: Path
+) -> None:
+    long = sample(99, [20 + position % 400 for position in range(TOKENS)])  # that nothing else is compared with
+    recipe, paths = prepared(
+        tmp_path / "run", llama, [long, *mixed_samples(24)], engine_args={"max_model_len": 600}, max_quarantined=0.05
+    )
+    report = extract.run(recipe, paths)
+    assert list(report["set_aside"]) == ["s99"]
+    assert report["engine_restarts"] == 0, "an engine refuses a sample that is too long, and does not die of it"
+    assert report["samples"] == 24
+    assert report["parity"]["reason"] == "each sample that the reference ran was set aside"
+    assert report["parity"]["next_tokens"] == SEQUENCES
+    assert report["parity"]["next_token_agreement"] > 0.9
+
+
 KILLING = """
 import os, random, signal, sys
 from pathlib import Path
@@ -370,6 +408,29 @@ def test_a_model_that_does_not_hand_out_the_last_state_is_helped(
     with Engines(plan) as engines:
         for id, states in states_of(run_on(engines, samples)).items():
             assert torch.allclose(states, native[id][:, columns], rtol=1e-4, atol=1e-4), id
+
+
+def test_a_model_that_the_engine_takes_from_transformers_is_captured_by_hooks(llama: Path, tmp_path: Path) -> None:
+    recipe, paths = prepared(tmp_path / "run", llama, mixed_samples(12), engine_args={"model_impl": "transformers"})
+    report = extract.run(recipe, paths)
+    assert report["samples"] == 12
+    assert report["parity"]["capture"] == "hooked"
+    assert max(figures["max"] for figures in report["parity"]["by_layer"].values()) < ROUNDING
+    since = {event["event"]: event["time"] for event in read_events(paths)}
+    waited = time.time() - since["predicted"]
+    assert report["tokens"] / report["tokens_per_second"] < waited / 2, "the engine's start is in the rate"
+
+
+def test_a_run_that_goes_on_keeps_what_was_measured_of_the_earlier_samples(llama: Path, tmp_path: Path) -> None:
+    samples = mixed_samples(24)
+    first = extract.run(*prepared(tmp_path / "run", llama, samples[:10]))["parity"]
+    report = extract.run(*prepared(tmp_path / "run", llama, samples))
+    parity = dict(report["parity"])
+    (later,) = parity.pop("later").values()
+    assert parity == first
+    assert later["against"] == "transformers"
+    assert (first["sequences"], later["sequences"]) == (10, 14)
+    assert "compared in 2 of 2 runs" in report["summary"][1]
 
 
 @pytest.mark.parametrize(("codec", "capture"), [("int8", "native"), ("fp8", "hooked")])

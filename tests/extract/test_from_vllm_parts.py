@@ -636,5 +636,15 @@ def test_the_quarantine_keeps_every_reason_and_stands_a_torn_line(tmp_path: Path
         file.write('{"id": "s3", "rea')
     assert read_quarantine(tmp_path) == {"s1": ["first\nmore", "second"], "s2": ["a", "b"]}
     refuse_many_set_aside(tmp_path, samples=30, allowed=0.07)
-    with pytest.raises(CheckFailed, match=r"2 of 30 samples .* s1: second\n.*max_quarantined=0\.0667"):
+    set_aside(tmp_path, sample(4), ["c", "d"])
+    assert read_quarantine(tmp_path) == {"s1": ["first\nmore", "second"], "s2": ["a", "b"], "s4": ["c", "d"]}
+    with pytest.raises(CheckFailed, match=r"3 of 30 samples .* s1: second\n.*max_quarantined=0\.1"):
         refuse_many_set_aside(tmp_path, samples=30, allowed=0.0)
+
+
+def test_a_torn_line_and_reasons_in_any_writing_hide_no_sample(tmp_path: Path) -> None:
+    reason = "in two lines\u2028of a kind that Python splits, 理由"
+    set_aside(tmp_path, sample(1), [reason, reason])
+    with open(tmp_path / QUARANTINE, "ab") as file:
+        file.write('{"id": "s2", "reasons": ["理'.encode()[:-1])
+    assert read_quarantine(tmp_path) == {"s1": [reason, reason]}

@@ -15,7 +15,7 @@ from draftsmith.extract.vllm_worker.worker import CaptureWorker
 # First tokens.
 POISON, FLIPPED, NORMED, OTHER_EMBEDDINGS, REORDERED, HANGING = range(1, 7)
 FREE = 16  # from here on, a token sets nothing off
-DROPPED = 39  # sample number
+DROPPED, FULL = 39, 12  # sample numbers
 LAYER = 3
 HAPPENED = "VLLM_FAULT_HAPPENED"  # variable of the environment: a file that is there once it has happened
 
@@ -105,6 +105,17 @@ class WrongWorker(RaisingWorker):
                 happened("cached")
         if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             happened("preempted")
+        return super().execute_model(scheduler_output)
+
+
+class FullWorker(CaptureWorker):
+    """Runs out of memory over one sample that others are computed with, and not over the same one alone."""
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        self._follow(scheduler_output)
+        with self._reporting("execute_model"):
+            if FULL in self._batch and len(self._batch) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
         return super().execute_model(scheduler_output)
 
 

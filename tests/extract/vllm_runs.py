@@ -25,6 +25,7 @@ ROUNDING = 3e-5  # in float32
 LONGEST = 500
 SMALL = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20}
 REPOSITORY = Path(__file__).parents[2]
+PYTHONPATH = f"{REPOSITORY / 'src'}:{REPOSITORY}"  # an engine process runs this checkout, and its tests' workers
 
 
 def mixed_samples(count: int, vocabulary: int = 512, seed: int = 0) -> list[Sample]:
@@ -68,7 +69,7 @@ def plan_for(model: Path, folder: Path, longest: int = LONGEST, **extract: Any) 
     assert facts.hidden_size is not None
     return Plan(
         engine_args=engine_args(recipe, facts, "float32", longest),
-        environment={**environment(facts, longest), "PYTHONPATH": str(REPOSITORY)},
+        environment={**environment(facts, longest), "PYTHONPATH": PYTHONPATH},
         capture=recipe.extract.capture,
         layer_ids=(*facts.aux_layer_ids, facts.num_hidden_layers),
         hidden_size=facts.hidden_size,

@@ -336,6 +336,15 @@ def test_notes_may_differ_between_the_runs_that_fill_a_store(tmp_path: Path) -> 
     assert Store.open(folder).manifest.parity == {"head_error": 1e-7}
 
 
+def test_what_was_measured_of_earlier_samples_stays_in_the_manifest(tmp_path: Path) -> None:
+    first, other = {"head_error": 1e-7}, {"head_error": 2e-7}
+    folder = write_store(tmp_path / "store", some_features(2))
+    for parity in (first, first, other, first, other):
+        with StoreWriter.open(folder, manifest(), 1) as writer:
+            writer.record_parity(parity)
+    assert Store.open(folder).manifest.parity == {**first, "later": {"1": other}}
+
+
 def test_a_consumer_can_expect_the_target_that_the_probe_read(tmp_path: Path, tiny_target: Path) -> None:
     facts = read_facts(str(tiny_target))
     folder = write_store(tmp_path / "store", [], **identity(facts))

@@ -13,13 +13,14 @@ from draftsmith.records import EncodedFeatures, Features, TargetFacts
 from draftsmith.rundir import RunPaths, append_event, read_events
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from draftsmith.extract.from_transformers import Reference
     from draftsmith.store.manifest import Manifest
     from draftsmith.store.writer import StoreWriter
 
 _GIB, _MIB = 1 << 30, 1 << 20
+RESTARTED = "engine_restarted"  # the event
 CAPTURED = {"native": "by vLLM's own method", "hooked": "by hooks on the layers"}
 
 
@@ -30,12 +31,12 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
         RequestError: the layer ids do not fit the target.
         StoreError: the store there is of something else, is being written, or does not fit on the disk.
         TargetError: the target cannot be loaded.
-        CaptureError: its states cannot be captured, or are not those that its logits come from.
+        CaptureError: its states cannot be captured, or are not those that its logits come from; or a sample got lost.
         EngineError: the engine failed, and starting it again did not help.
         CheckFailed: more samples were set aside than `extract.max_quarantined` allows.
     """
     from draftsmith.corpus import corpus_lengths
-    from draftsmith.extract.quarantine import refuse_many_set_aside
+    from draftsmith.extract.quarantine import refuse_lost, refuse_many_set_aside
     from draftsmith.store.writer import StoreWriter
     from draftsmith.target import read_facts_of_run
 
@@ -50,6 +51,7 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
         missing = {id: tokens for id, tokens in lengths.items() if id not in writer.committed}
         _refuse_small_disk(paths, manifest, missing)
         rate = _capture(recipe, paths, facts, writer, lengths) if missing else None
+    refuse_lost(paths.stage("extract"), writer.committed, lengths)
     refuse_many_set_aside(paths.stage("extract"), len(lengths), recipe.extract.max_quarantined)
     return _report(paths, rate)
 
@@ -83,16 +85,20 @@ def _manifest(recipe: Recipe, paths: RunPaths, facts: TargetFacts) -> Manifest:
 
 def _refuse_store_gone(paths: RunPaths) -> None:
     """A store that was begun and is not there is on a disk that is not there: a new one must not take its place."""
-    begun = False
-    for event in read_events(paths):
-        if event.get("stage") == "extract" and event["event"] in ("started", "redo", "predicted"):
-            begun = event["event"] == "predicted"
+    begun = any(event["event"] == "predicted" for event in _events(paths))
     if begun and not (paths.store / "manifest.json").exists():
         raise StoreError(
             "was begun, and is not there now",
             where=str(paths.store),
             hint="mount the disk that it is on; or give --redo to extract all again",
         )
+
+
+def _events(paths: RunPaths) -> list[dict[str, Any]]:
+    """Of this stage, since it was begun anew."""
+    own = [event for event in read_events(paths) if event.get("stage") == "extract"]
+    anew = max((i for i, event in enumerate(own) if event["event"] in ("started", "redo")), default=-1)
+    return own[anew + 1 :]
 
 
 def _refuse_another_corpus(paths: RunPaths, committed: dict[str, int], lengths: dict[str, int]) -> None:
@@ -130,21 +136,17 @@ def _refuse_small_disk(paths: RunPaths, manifest: Manifest, missing: dict[str, i
 def _capture(
     recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter, lengths: dict[str, int]
 ) -> float:
-    """Work through the corpus; returns tokens per second."""
+    """Work through the corpus; returns tokens per second, once the target was loaded."""
     from contextlib import closing
 
     from draftsmith.progress import progress
     from draftsmith.signals import check_stop, stop_requested
 
-    source: Generator[Sequence[Features | EncodedFeatures], None, None]
-    if recipe.extract.engine == "vllm":
-        from draftsmith.extract.from_vllm import capture_corpus
-
-        source = capture_corpus(recipe, paths, facts, writer, lengths)
-    else:
-        source = _capture_with_transformers(recipe, paths, facts, writer)
     done = sum(writer.committed.values())
-    with progress("extract", sum(lengths.values()), "tokens", done=done) as bar, closing(source):
+    with (
+        progress("extract", sum(lengths.values()), "tokens", done=done) as bar,
+        closing(_source(recipe, paths, facts, writer, lengths, bar.restart)) as source,
+    ):
         for found in source:
             committed = writer.add(found)
             bar.advance(sum(len(f.input_ids) for f in found))
@@ -158,13 +160,26 @@ def _capture(
         return bar.rate
 
 
+def _source(
+    recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter, lengths: dict[str, int],
+    begin: Callable[[], None],
+) -> Generator[Sequence[Features | EncodedFeatures], None, None]:  # fmt: skip
+    """What the store does not have yet; `begin` is called once the target is ready."""
+    if recipe.extract.engine == "vllm":
+        from draftsmith.extract.from_vllm import capture_corpus
+
+        return capture_corpus(recipe, paths, facts, writer, lengths, begin)
+    return _capture_with_transformers(recipe, paths, facts, writer, begin)
+
+
 def _capture_with_transformers(
-    recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter
+    recipe: Recipe, paths: RunPaths, facts: TargetFacts, writer: StoreWriter, begin: Callable[[], None]
 ) -> Generator[list[Features], None, None]:
     from draftsmith.corpus import read_corpus
     from draftsmith.extract.from_transformers import batches
 
     reference = _proven_reference(recipe, paths, facts, writer)
+    begin()
     for batch in batches(read_corpus(paths.corpus), recipe.extract.batch_tokens):
         if not all(sample.id in writer.committed for sample in batch):
             yield [f for f in reference.features(batch) if f.id not in writer.committed]
@@ -191,6 +206,7 @@ def _report(paths: RunPaths, tokens_per_second: float | None) -> dict[str, Any]:
     from draftsmith.store.shards import Store
 
     store, set_aside = Store.open(paths.store), read_quarantine(paths.stage("extract"))
+    restarts = [event["what"] for event in _events(paths) if event["event"] == RESTARTED]
     tokens, size = sum(store.lengths), sum(entry.bytes for entry in store.entries)
     parity = store.manifest.parity or {}
     rate = "" if tokens_per_second is None else f", {tokens_per_second:,.0f} tokens/s"
@@ -203,11 +219,17 @@ def _report(paths: RunPaths, tokens_per_second: float | None) -> dict[str, Any]:
         "aux_layer_ids": list(store.manifest.aux_layer_ids),
         "parity": parity,
         "set_aside": {id: reasons[-1].splitlines()[0] for id, reasons in set_aside.items()},
+        "engine_restarts": len(restarts),
         "summary": [
             f"extract: {len(store):,} samples, {tokens:,} tokens, {size / _GIB:,.2f} GiB{rate}",
             f"  layer ids {', '.join(map(str, store.manifest.aux_layer_ids))} and {store.manifest.num_hidden_layers}; "
             + _say_parity(parity),
             *([f"  {len(set_aside):,} samples set aside, which failed twice"] if set_aside else []),
+            *(
+                [f"  engines that died and were started again: {len(restarts)}, the last: {restarts[-1]}"]
+                if restarts
+                else []
+            ),
         ],
     }
 
@@ -215,10 +237,14 @@ def _report(paths: RunPaths, tokens_per_second: float | None) -> dict[str, Any]:
 def _say_parity(parity: dict[str, Any]) -> str:
     if "head_error" in parity:
         return f"the target's own logits follow from the last to {parity['head_error']:.1e}"
-    said = f"not compared with the reference: {parity.get('reason', 'not measured')}"
-    if "by_layer" in parity:
-        worst = max(figures["median"] for figures in parity["by_layer"].values())
+    said, records = f"not compared with the reference: {parity.get('reason', 'not measured')}", [parity]
+    records += parity.get("later", {}).values()
+    compared = [record["by_layer"] for record in records if "by_layer" in record]
+    if compared:
+        worst = max(figures["median"] for by_layer in compared for figures in by_layer.values())
         said = f"the reference's to {worst:.1e}"
+    if len(records) > 1:
+        said += f", compared in {len(compared)} of {len(records)} runs"
     if parity.get("capture"):
         said = f"captured {CAPTURED[parity['capture']]}; {said}"
     if parity.get("next_tokens"):

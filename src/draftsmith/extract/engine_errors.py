@@ -12,6 +12,38 @@ from draftsmith.extract.vllm_worker.failures import ENGINE, Failure
 
 _LOGGED_ERROR = re.compile(r"ERROR [\d-]+ [\d:]+ \[[^\]]*\] ?(.*)")
 
+# What an error says, and the setting that helps; the first that fits. A device that others share wants a lower share
+# of its memory, and one where the weights leave nothing for the cache a higher one.
+_REMEDIES = (
+    (
+        ("OutOfMemoryError",),
+        "lower extract.max_num_batched_tokens, or extract.gpu_memory_utilization to leave more memory beside it",
+    ),
+    (
+        ("is less than desired", "memory utilization"),
+        "others hold a part of the device's memory: end them, or lower extract.gpu_memory_utilization to what is free",
+    ),
+    (
+        ("No available memory for the cache blocks",),
+        "the weights leave no memory for the cache: raise extract.gpu_memory_utilization or "
+        "extract.tensor_parallel_size",
+    ),
+    (
+        ("can't allocate memory",),
+        "the machine has no memory left: end other processes, or lower extract.kv_cache_memory_bytes or "
+        "extract.max_num_batched_tokens",
+    ),
+    (
+        ("No space left on device",),
+        "make room in /dev/shm, where captured states wait (a container's is set by `docker run --shm-size`), and on "
+        "the disks of run_dir and of the engine's caches",
+    ),
+    (
+        ("KV cache", "memory"),
+        "raise extract.gpu_memory_utilization or extract.kv_cache_memory_bytes, or take shorter samples",
+    ),
+)
+
 
 def explain_death(death: EngineDied, log: Path, start: int, ids: Callable[[Iterable[int]], list[str]]) -> EngineError:
     """What, where, over which samples, and the whole traceback, once.
@@ -61,11 +93,7 @@ def _hint(failure: Failure, logged: str) -> str | None:
     text = f"{failure.traceback} {logged}"
     if "OutOfMemoryError" in text and failure.during in ("init_device", "load_model"):
         return "the weights need more devices: raise extract.tensor_parallel_size"
-    if "OutOfMemoryError" in text:
-        return "lower extract.max_num_batched_tokens, or extract.gpu_memory_utilization to leave more memory beside it"
-    if "KV cache" in text and "memory" in text:
-        return "raise extract.gpu_memory_utilization or extract.kv_cache_memory_bytes, or take shorter samples"
-    return None
+    return next((hint for words, hint in _REMEDIES if all(word in text for word in words)), None)
 
 
 def log_tail(log: Path, start: int, lines: int = 30) -> str:

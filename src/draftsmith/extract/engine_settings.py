@@ -44,7 +44,7 @@ def engine_args(recipe: Recipe, facts: TargetFacts, dtype: str, longest_tokens: 
 
     Raises:
         RequestError: float16 for a model in which vLLM then scales the states; or vLLM's own data parallelism, whose
-            ranks wait for one another.
+            ranks wait for one another; or stages of layers, on a CPU or with vLLM's own capture.
     """
     settings = recipe.extract
     if "data_parallel_size" in settings.engine_args:
@@ -53,6 +53,8 @@ def engine_args(recipe: Recipe, facts: TargetFacts, dtype: str, longest_tokens: 
             where="extract.engine_args.data_parallel_size",
             hint="set extract.data_parallel_size, which starts so many engines",
         )
+    if settings.engine_args.get("pipeline_parallel_size", settings.pipeline_parallel_size) > 1:
+        _refuse_pipeline(settings.capture)
     named = f"{facts.architecture} {facts.text_model_type} {facts.model_type}".lower()
     if dtype == "float16" and (facts.attention == "mla" or "deepseek" in named):
         raise RequestError(
@@ -79,6 +81,22 @@ def engine_args(recipe: Recipe, facts: TargetFacts, dtype: str, longest_tokens: 
     if chosen["kv_cache_memory_bytes"] is None and not torch.cuda.is_available():
         chosen["kv_cache_memory_bytes"] = CPU_CACHE_BYTES  # a share of all memory is no measure on a shared machine
     return {name: value for name, value in chosen.items() if value is not None} | settings.engine_args
+
+
+def _refuse_pipeline(capture: str) -> None:
+    share = "extract.tensor_parallel_size shares the model among devices too"
+    if not torch.cuda.is_available():
+        raise RequestError(
+            "vLLM cannot run a model in stages on a CPU",
+            where="extract.pipeline_parallel_size",
+            hint=f"set it to 1; {share}",
+        )
+    if capture == "native":
+        raise RequestError(
+            "vLLM's own capture needs all layers in one piece, and extract.pipeline_parallel_size divides them",
+            where="extract.capture",
+            hint=f"set extract.capture=auto or hooked, or extract.pipeline_parallel_size=1; {share}",
+        )
 
 
 def device_shares(recipe: Recipe) -> tuple[str | None, ...]:

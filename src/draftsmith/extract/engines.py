@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from select import select
@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 
+from draftsmith.errors import EngineError
 from draftsmith.extract.engine_errors import explain_death, stalled
 from draftsmith.extract.quarantine import set_aside
 from draftsmith.extract.vllm_worker.client import EngineDied, EngineProcess
@@ -140,13 +141,17 @@ class Engine:
 
 
 class Engines:
-    """All of them. Use it as a context: they end with the block."""
+    """All of them. Use it as a context: they end with the block.
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    Args:
+        on_restart: told why an engine died, each time that one is started again.
+    """
+
+    def __init__(self, plan: Plan, on_restart: Callable[[EngineError], None] = lambda error: None) -> None:
+        self.plan, self._on_restart = plan, on_restart
         self.engines = [Engine(plan, number) for number in range(len(plan.devices))]
         self._readers = one_core_threads("take")  # the engine's own threads need the other cores
-        self._begun = False  # once all have been ready; from there on, one that starts again is not waited for
+        self.begun = False  # once all have been ready; from there on, one that starts again is not waited for
 
     def __enter__(self) -> Self:
         for engine in self.engines:
@@ -193,8 +198,8 @@ class Engines:
 
     def _send(self, work: Work) -> None:
         ready = [engine for engine in self.engines if engine.ready]
-        self._begun = self._begun or len(ready) == len(self.engines)
-        while self._begun and ready and (next_one := work.next_to_send()):
+        self.begun = self.begun or len(ready) == len(self.engines)
+        while self.begun and ready and (next_one := work.next_to_send()):
             min(ready, key=lambda engine: engine.load_tokens).send(*next_one)
 
     def _hear(self, engine: Engine, work: Work) -> None:
@@ -232,6 +237,7 @@ class Engines:
         engine.fruitless_lives = 0 if engine.captured > engine.captured_before else engine.fruitless_lives + 1
         if not engine.ready or engine.fruitless_lives == LIVES_WITHOUT_A_SAMPLE:
             raise error from death
+        self._on_restart(error)
         suspects = death.failure.numbers if death.failure else ()
         for number, reasons in work.lose_engine(engine.under_way, suspects, str(error)).items():
             set_aside(self.plan.folder, work.sample(number), reasons)

@@ -52,9 +52,10 @@ class Expected:
     states: States
     rounding: dict[Place, dict[str, float]] = field(default_factory=dict)
 
-    def of(self, ids: Sequence[str]) -> Expected:
-        """Without the samples that are not among these."""
-        return replace(self, states={id: states for id, states in self.states.items() if id in set(ids)})
+    def of(self, ids: Sequence[str]) -> Expected | str:
+        """Without the samples that are not among these; or why there is nothing to compare."""
+        states = {id: states for id, states in self.states.items() if id in set(ids)}
+        return replace(self, states=states) if states else "each sample that the reference ran was set aside"
 
 
 def first_samples(samples: Iterable[Sample], step_tokens: int) -> list[Sample]:

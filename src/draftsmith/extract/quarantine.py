@@ -4,34 +4,43 @@ from __future__ import annotations
 
 import json
 import math
-import os
+from collections.abc import Collection
 from pathlib import Path
 
-from draftsmith.errors import CheckFailed
+from draftsmith.errors import CaptureError, CheckFailed
 from draftsmith.records import Sample
+from draftsmith.rundir import append_line
 
 QUARANTINE = "quarantine.jsonl"
 
 
 def set_aside(folder: Path, sample: Sample, reasons: list[str]) -> None:
     """Enter a sample, on disk before this returns."""
-    line = json.dumps({"id": sample.id, "tokens": len(sample.input_ids), "reasons": reasons}, ensure_ascii=False)
-    with open(folder / QUARANTINE, "a", encoding="utf-8") as file:
-        file.write(line + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    line = json.dumps({"id": sample.id, "tokens": len(sample.input_ids), "reasons": reasons})
+    append_line(folder / QUARANTINE, line, durable=True)
 
 
 def read_quarantine(folder: Path) -> dict[str, list[str]]:
     """The samples that were set aside, by id, each with the reason of each attempt."""
     path, found = folder / QUARANTINE, {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:  # the line that a crash cut short: the sample is tried again
             continue
         found[entry["id"]] = entry["reasons"]
     return found
+
+
+def refuse_lost(folder: Path, captured: Collection[str], corpus: Collection[str]) -> None:
+    """Raises CaptureError where a sample of the corpus is neither captured nor in the quarantine."""
+    known = {*captured, *read_quarantine(folder)}
+    if lost := [id for id in corpus if id not in known]:
+        raise CaptureError(
+            f"{len(lost):,} of {len(corpus):,} samples, such as {lost[0]}, are neither in the store nor set aside",
+            where="extract",
+            hint="the same command, without --redo, extracts them and nothing else",
+        )
 
 
 def refuse_many_set_aside(folder: Path, samples: int, allowed: float) -> None:

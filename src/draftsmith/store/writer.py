@@ -101,7 +101,15 @@ class StoreWriter:
                 writer._threads.shutdown()
 
     def record_parity(self, parity: dict[str, Any]) -> None:
-        """Note in the manifest how the engine's states compare with the reference."""
+        """Note in the manifest how the engine's states compare with the reference.
+
+        What was noted when earlier samples were captured stays: under "later", by number, is what is not the same.
+        """
+        if first := self.manifest.parity:
+            later = first.get("later", {})
+            if parity in ({name: value for name, value in first.items() if name != "later"}, *later.values()):
+                return
+            parity = {**first, "later": {**later, str(len(later) + 1): parity}}
         self.manifest = replace(self.manifest, parity=parity)
         with self._writing(MANIFEST):
             write_manifest(self.folder, self.manifest)

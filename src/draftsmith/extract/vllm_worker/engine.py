@@ -100,7 +100,10 @@ def refuse_endless_wait(config: Any) -> None:
 
 
 def choose_capture(job: Job) -> str:
-    """Natively, where the model has the engine's EAGLE-3 interface and is in one piece; else by hooks."""
+    """Natively, where the model has the engine's EAGLE-3 interface and is in one piece; else by hooks.
+
+    Told to take all models from transformers, vLLM does not find the drafter that its own capture is.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.interfaces import supports_eagle3
 
@@ -109,7 +112,8 @@ def choose_capture(job: Job) -> str:
     config = EngineArgs(**job.engine_args).create_model_config()
     model_class, _ = config.registry.resolve_model_cls(config.architectures, config)
     in_one_piece = job.engine_args.get("pipeline_parallel_size", 1) == 1
-    return "native" if in_one_piece and supports_eagle3(model_class) else "hooked"
+    finds_drafter = job.engine_args.get("model_impl") != "transformers"
+    return "native" if in_one_piece and finds_drafter and supports_eagle3(model_class) else "hooked"
 
 
 def captured_parts(engine: Any, layer_ids: list[int]) -> list[list[int]]:
@@ -178,13 +182,14 @@ class Service:
     def add(self, number: int, input_ids: list[int]) -> None:
         """Hand a sample to the engine, which may not take it: too long, or a token that the model does not have."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError  # no ValueError since 0.32
 
         one_token = SamplingParams(
             temperature=0.0, max_tokens=1, detokenize=False, extra_args=sampling_extra_args(number)
         )
         try:
             self.engine.add_request(str(number), {"prompt_token_ids": input_ids}, one_token)
-        except ValueError as error:
+        except (ValueError, VLLMValidationError) as error:
             self.refuse(number, f"the engine refuses it: {error}")
 
     def report_done(self) -> None:

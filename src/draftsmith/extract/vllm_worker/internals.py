@@ -40,6 +40,7 @@ RELIED_ON = {
         "new_block_ids",
         "num_computed_tokens",
     ),
+    "vllm.exceptions:VLLMValidationError": (),
     "vllm.model_executor.models.interfaces:supports_eagle3": (),
     "vllm.model_executor.models.utils:PPMissingLayer": (),
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": (),
