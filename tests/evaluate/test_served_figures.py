@@ -48,6 +48,7 @@ def measured(
     sampled: Any = (),
     within: Any = None,
     spread: float = 1.0,
+    offline_rates: Any = RATES,
     **served: Any,
 ) -> dict[str, Any]:
     """A machine whose steps always take the same, with such a share of the forecast's speed-up."""
@@ -58,7 +59,7 @@ def measured(
         alone["chat", c] = {"repeats": [repeat(10.0 * c), repeat(12.0 * c)], "texts": [[1], [2]]}
         ours = [repeat(10.0 * c * speedup * spread, 16), repeat(12.0 * c * speedup / spread, 16)]
         drafted["chat", c] = {"repeats": ours, "texts": [[1], [2]], "differences": list(differing)}
-    greedy = {"name": "recorded trained", "method": "recorded", "draft": "trained", "per_position": RATES}
+    greedy = {"name": "recorded trained", "method": "recorded", "draft": "trained", "per_position": offline_rates}
     greedy |= {"within_tokens": within or {}}
     offline = {"prompt_sets": [*sampled, greedy]}
     return make_served(recipe(**served), alone, {K: drafted}, offline)
@@ -154,6 +155,31 @@ def test_a_dear_draft_is_said_not_to_pay():
     lines = "\n".join(summary_lines(found))
     assert "no K is faster than the target alone" in lines
     assert "stops paying at 1 at once" in lines
+
+
+def test_the_best_k_is_by_its_measured_speed_before_its_forecast():
+    """K = 2 is forecast to be 1.88 times as fast, K = 1 to be 1.59 times; only K = 2 was measured."""
+    as_forecast, far_slower = measured(), measured(forecast_share=0.6)
+    for found, k, speedup, how in (
+        (as_forecast, 2, 2.25 / 1.2, "as measured"),
+        (far_slower, 1, 1.75 / 1.1, "by the forecast"),
+    ):
+        best = found["forecast"]["best"]["8"]
+        assert (best["num_speculative_tokens"], best["measured"]) == (k, how == "as measured")
+        assert best["speedup"] == pytest.approx(speedup)
+        assert any(f"8 at once: best K = {k}, {speedup:.2f} times as fast, {how}" in x for x in summary_lines(found))
+    assert measured(offline_rates=[0.0, 0.0])["forecast"]["stops_paying"] is None, "it pays, whatever was forecast"
+    slow = measured(forecast_share=0.5, offline_rates=[0.0, 0.0])["forecast"]
+    assert (slow["best"], slow["stops_paying"]) == ({"1": None, "8": None}, 1)
+
+
+def test_a_k_beyond_the_offline_figures_is_chosen_where_it_was_measured_to_be_the_fastest():
+    found = measured(offline_rates=RATES[:1])
+    assert [one["forecast"] for one in found["prompt_sets"]] == [None, None]
+    best = found["forecast"]["best"]["1"]
+    assert (best["num_speculative_tokens"], best["measured"]) == (2, True)
+    assert (best["acceptance_length"], best["speedup"]) == pytest.approx((2.25, 2.25 / 1.2))
+    assert best["tokens_per_second"] == found["prompt_sets"][0]["tokens_per_second"]["with_draft"]
 
 
 def test_lines_name_the_k_and_the_error_of_the_forecast():

@@ -43,6 +43,7 @@ class Forecast:
     acceptance_length: float
     tokens_per_second: float  # of all sequences together
     speedup: float  # over the target alone, at the same concurrency
+    measured: bool = False  # in serving: no forecast at all
 
 
 def acceptance_lengths(joint: Sequence[float]) -> list[float]:
