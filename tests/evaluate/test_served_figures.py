@@ -22,13 +22,13 @@ K, RATES = 2, [0.75, 0.5]
 
 
 def repeat(tokens_per_second: float, rounds: int = 0) -> dict[str, Any]:
-    latency = {"p50": 0.01, "p99": 0.02}
+    seconds = 0.005 if rounds else 0.01  # with the draft half as long
     return {
         "tokens": 100,
         "tokens_per_second": tokens_per_second,
-        "first_token_seconds": latency,
+        "first_token_seconds": {"p50": 3 * seconds, "p99": 7 * seconds},
         "inter_token_seconds": None,
-        "seconds_per_token": latency,
+        "seconds_per_token": {"p50": seconds, "p99": 2 * seconds},
         "drafts": rounds,
         "draft_tokens": K * rounds,
         "accepted_tokens": int(sum(RATES) * rounds),

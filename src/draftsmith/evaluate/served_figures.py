@@ -165,6 +165,7 @@ def _figures(
         "num_speculative_tokens": k,
         "mean_acceptance_length": 1 + sum(rates),
         "confidence_95": interval_95(lengths) or (1.0, 1.0 + k),
+        "confidence_95_over": "repeats",
         "per_position": rates,
         "prompts": len(drafted["texts"]),
         "tokens": sum(r["tokens"] for r in ours),
@@ -299,7 +300,9 @@ def summary_lines(served: dict[str, Any]) -> list[str]:
 
 def _lines(found: dict[str, Any]) -> list[str]:
     rate, gaps = found["tokens_per_second"], found["latency_seconds"]["inter_token_seconds"]["p50"]
-    spread = "" if found["speedup_95"] is None else " (95 %: {:.2f} to {:.2f})".format(*found["speedup_95"])
+    spread = (
+        "" if found["speedup_95"] is None else " (95 % over repeats: {:.2f} to {:.2f})".format(*found["speedup_95"])
+    )
     line = (
         f"served {found['name']}: {rate['with_draft']:,.1f} tokens/s against {rate['without_draft']:,.1f}, speed-up "
         f"{found['speedup']:.2f}{spread}; acceptance length {found['mean_acceptance_length']:.2f}"
