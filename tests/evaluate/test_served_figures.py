@@ -49,6 +49,7 @@ def measured(
     within: Any = None,
     spread: float = 1.0,
     offline_rates: Any = RATES,
+    by_k: Any = None,
     **served: Any,
 ) -> dict[str, Any]:
     """A machine whose steps always take the same, with such a share of the forecast's speed-up."""
@@ -60,7 +61,7 @@ def measured(
         ours = [repeat(10.0 * c * speedup * spread, 16), repeat(12.0 * c * speedup / spread, 16)]
         drafted["chat", c] = {"repeats": ours, "texts": [[1], [2]], "differences": list(differing)}
     greedy = {"name": "recorded trained", "method": "recorded", "draft": "trained", "per_position": offline_rates}
-    greedy |= {"within_tokens": within or {}}
+    greedy |= {"within_tokens": within or {}} | ({"by_num_speculative_tokens": by_k} if by_k else {})
     offline = {"prompt_sets": [*sampled, greedy]}
     return make_served(recipe(**served), alone, {K: drafted}, offline)
 
@@ -102,6 +103,15 @@ def test_the_forecast_is_of_as_much_of_an_answer_as_is_served(max_tokens: int, t
     assert found["prompt_sets"][0]["forecast"]["speedup"] == pytest.approx((1 + sum(rates)) / 1.2)
     said = f"of acceptance within the first {tokens} tokens of an answer"
     assert (said in "\n".join(summary_lines(found))) is (tokens is not None)
+
+
+def test_each_k_is_forecast_from_what_it_was_found_to_accept_itself():
+    within = {"32": {"per_position": [0.3, 0.1]}}
+    by_k = {"1": {"mean_acceptance_length": 1.7, "within_tokens": {"32": {"mean_acceptance_length": 1.25}}}}
+    for max_tokens, lengths in ((64, [1.7, 2.25]), (20, [1.25, 1.4])):
+        found = measured(by_k=by_k, within=within, max_tokens=max_tokens)["forecast"]["all"]
+        assert [one["acceptance_length"] for one in found] == pytest.approx(lengths * 2)
+        assert [one["speedup"] for one in found[:2]] == pytest.approx([lengths[0] / 1.1, lengths[1] / 1.2])
 
 
 def at_temperature(method: str, rates: list[float], **how: Any) -> dict[str, Any]:

@@ -66,7 +66,8 @@ def test_the_figures_of_each_stage_are_on_the_page(finished):
 
 
 def test_domains_are_shown_beside_their_untrained_draft(finished):
-    section = page_of(finished).by_id("acceptance")
+    tables = page_of(finished).by_id("acceptance").all("table")
+    (section,) = (table for table in tables if table.all("caption")[0].text == "Acceptance length by domain")
     sets = {found["name"]: found for found in load(finished / "evaluate/acceptance.json")["prompt_sets"]}
     for domain in ("plain", HOSTILE):
         before = sets["replayed untrained"]["by_domain"][domain]
@@ -149,6 +150,23 @@ def test_acceptance_at_temperature_is_shown_by_draft_tokens(finished):
             expected = found["by_num_speculative_tokens"]["1"]
             assert {expected["mean_acceptance_length"], *expected["confidence_95"]} <= table.numbers
     assert "tokens are spread as the target's own samples" in section.text
+
+
+def test_greedy_acceptance_is_shown_by_draft_tokens_and_by_domain(finished):
+    section = page_of(finished).by_id("acceptance")
+    tables = {table.all("caption")[0].text: table for table in section.all("table")}
+    greedy = [one for one in load(finished / "evaluate/acceptance.json")["prompt_sets"] if "temperature" not in one]
+    assert len(greedy) == 5
+    for found in greedy:
+        shown = cells(tables["Acceptance length greedy, by draft tokens K"], found["name"])[1:]
+        assert [text.split()[0] for text in shown] == [
+            f"{found['by_num_speculative_tokens'][k]['mean_acceptance_length']:.2f}" for k in ("1", "2")
+        ]
+    for domain in ("plain", HOSTILE):
+        shown = cells(tables["Acceptance length by domain and draft tokens K (decoded trained)"], domain)
+        for text, of in zip(shown, greedy[0]["by_num_speculative_tokens"].values(), strict=True):
+            mean, (low, high) = (of["by_domain"][domain][name] for name in ("mean_acceptance_length", "confidence_95"))
+            assert text == f"{mean:.2f} ({low:.2f} to {high:.2f})"
 
 
 def test_the_histogram_counts_every_sample(finished):

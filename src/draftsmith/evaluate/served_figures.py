@@ -46,7 +46,7 @@ def make_served(
     )
     of = offline_set(offline, recipe.evaluate.served.temperature)
     within, rates = rates_within(of, recipe.evaluate.served.max_tokens)
-    expected = forecast(acceptance_lengths(rates), costs, recipe.evaluate.served.concurrency)
+    expected = forecast(lengths_by_k(of, within, rates), costs, recipe.evaluate.served.concurrency)
     sets = [
         _figures(k, name, concurrency, alone[name, concurrency], found, expected, costs)
         for k, results in drafted.items()
@@ -140,6 +140,21 @@ def rates_within(of: dict[str, Any], max_tokens: int) -> tuple[int | None, list[
     if not fitting:
         return None, of["per_position"]
     return min(fitting), of["within_tokens"][str(min(fitting))]["per_position"]
+
+
+def lengths_by_k(of: dict[str, Any], within: int | None, rates: list[float]) -> list[float]:
+    """L_0, L_1 …: each as it was found with that very K, else from the joint rates of the largest.
+
+    Args:
+        within: tokens of an answer that are looked at; None for all.
+        rates: joint, of the largest K.
+    """
+    lengths = acceptance_lengths(rates)
+    for k, one in of.get("by_num_speculative_tokens", {}).items():  # an earlier version wrote none of greedy texts
+        found = one if within is None else one.get("within_tokens", {}).get(str(within))
+        if found:
+            lengths[int(k)] = found["mean_acceptance_length"]
+    return lengths
 
 
 def _figures(
