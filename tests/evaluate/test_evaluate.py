@@ -11,8 +11,10 @@ from draftsmith.draft.model import Draft
 from draftsmith.errors import CheckFailed, CheckpointError, DataError, StoreError
 from draftsmith.evaluate import run
 from draftsmith.evaluate.held_out import choose_prompts, open_held_out
+from draftsmith.evaluate.rounds import round_starts
+from draftsmith.evaluate.speculate import speculative_decode
 from draftsmith.rundir import RunPaths
-from tests.evaluate.builders import ANSWER_TOKENS, PROMPTS, STEPS, World, build_run, make_recipe
+from tests.evaluate.builders import ANSWER_TOKENS, PROMPT_TOKENS, PROMPTS, STEPS, World, build_run, make_recipe
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,54 @@ def test_replay_and_decoding_agree_in_the_report(done: tuple[RunPaths, dict]) ->
     assert report["replay_equals_decoding"] == {"prompts": PROMPTS, "equal": PROMPTS}
     assert report["recorded_tokens_are_top1"] == 1
     assert found["replayed trained"]["per_position"] == found["recorded trained"]["per_position"]  # the same texts
+
+
+def test_the_acceptance_length_of_every_k_is_that_of_decoding_with_it_by_domain_too(
+    done: tuple[RunPaths, dict], world: World
+) -> None:
+    """Over the rounds whose draft tokens, were they STEPS, would all lie in the text."""
+    last = len(world.texts[0].input_ids) - 2 - STEPS  # slot
+    by_k = sets_by_name(done[1])["recorded trained"]["by_num_speculative_tokens"]
+    assert [*by_k] == ["1", "2", "3"]
+    for k in range(1, STEPS + 1):
+        accepted: dict[str, list[int]] = {"domain0": [], "domain1": []}
+        for i, text in enumerate(world.texts):
+            decoded = speculative_decode(world.target, world.trained, text.prompt, ANSWER_TOKENS, (), k)
+            starts = round_starts(PROMPT_TOKENS - 1, decoded.accepted)
+            accepted[f"domain{i % 2}"] += [
+                a for start, a in zip(starts, decoded.accepted, strict=True) if start <= last
+            ]
+        found, whole = by_k[str(k)], [a for own in accepted.values() for a in own]
+        assert found["mean_acceptance_length"] == pytest.approx(1 + sum(whole) / len(whole))
+        assert found["confidence_95"][0] <= found["mean_acceptance_length"] <= found["confidence_95"][1]
+        for domain, own in accepted.items():
+            assert found["by_domain"][domain]["mean_acceptance_length"] == pytest.approx(1 + sum(own) / len(own))
+            assert len(found["by_domain"][domain]["confidence_95"]) == 2
+
+
+def test_every_greedy_set_has_every_k_and_its_own_as_it_stands(done: tuple[RunPaths, dict]) -> None:
+    for found in done[1]["prompt_sets"]:
+        by_k = found["by_num_speculative_tokens"]
+        assert [*by_k] == ["1", "2", "3"]
+        for name in ("mean_acceptance_length", "confidence_95", "by_domain", "within_tokens"):
+            assert by_k[str(STEPS)][name] == found[name]
+    (line,) = (line for line in done[1]["summary"] if "with K = 1" in line)
+    assert "trained draft, decoded" in line
+
+
+def test_texts_replayed_by_an_earlier_version_give_the_figures_of_one_k(
+    done: tuple[RunPaths, dict], world: World, tmp_path: Path
+) -> None:
+    paths = build_run(world, tmp_path / "run")
+    run(make_recipe(paths, prompts=0), paths)
+    journal = paths.stage("evaluate") / "recorded.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for replay in lines[0]["result"]["replays"].values():
+        del replay["fewer"]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = sets_by_name(run(make_recipe(paths, prompts=0), paths))["recorded trained"]
+    assert found["mean_acceptance_length"] == sets_by_name(done[1])["recorded trained"]["mean_acceptance_length"]
+    assert [*found["by_num_speculative_tokens"]] == [str(STEPS)]
 
 
 def test_the_acceptance_file_is_the_report(done: tuple[RunPaths, dict]) -> None:

@@ -32,6 +32,20 @@ def test_the_hops_are_the_rounds_of_real_speculative_decoding(world: World, name
         assert unseen < steps + 1  # only rounds whose drafts reach past the recorded text are left out
 
 
+def test_with_fewer_draft_tokens_the_hops_are_the_rounds_of_decoding_with_so_many(world: World) -> None:
+    for text in world.texts:
+        found = replay_text(world, world.trained, text, steps=4)
+        assert [*found.fewer] == ["1", "2", "3"]
+        for k in (1, 2, 3):
+            decoded = speculative_decode(world.target, world.trained, text.prompt, ANSWER_TOKENS, (), k)
+            hops_of_k = found.rounds(k, steps=4)
+            assert hops_of_k is not None
+            rounds = len(hops_of_k.accepted)
+            assert hops_of_k.accepted == decoded.accepted[:rounds]
+            assert hops_of_k.starts == round_starts(PROMPT_TOKENS - 1, decoded.accepted)[:rounds]
+            assert len(text.input_ids) - 1 - (hops_of_k.starts[-1] + hops_of_k.accepted[-1] + 1) < 4 + 1
+
+
 def test_hops_land_where_the_accepted_run_ends() -> None:
     assert hops([0, 1, 2, 3, 4, 5, 6], [1, 0, 3, 1, 2, 0, 1]) == [0, 2, 6]
 
@@ -91,7 +105,8 @@ def test_a_text_too_short_for_a_round_gives_none(world: World) -> None:
     end = PROMPT_TOKENS + STEPS
     top1 = target_top1(world.head, text.last, text.loss_mask)
     found = replay(world.trained, text.input_ids[:end], text.loss_mask[:end], text.aux[:end], top1[:end], STEPS)
-    assert found == Replay([], [], 0, [0] * STEPS, [0] * STEPS)
+    nothing = {str(k): {"starts": [], "accepted": []} for k in range(1, STEPS)}
+    assert found == Replay([], [], 0, [0] * STEPS, [0] * STEPS, nothing)
 
 
 def test_joint_conditional_and_unconditional_rates_are_told_apart() -> None:

@@ -15,6 +15,7 @@ from draftsmith import engine_vllm, export
 from draftsmith.errors import CheckFailed, EngineError, MissingExtraError, MissingInputError, RequestError
 from draftsmith.evaluate import run
 from draftsmith.evaluate.served import _side, check_served, make_plan
+from draftsmith.pipeline import run_all
 from draftsmith.recipe import Recipe
 from draftsmith.rundir import RunPaths, write_json
 from tests.evaluate.builders import PROMPTS, World, build_run, make_draft, make_recipe, seen_ids
@@ -88,8 +89,18 @@ def test_engines_that_are_named_the_wrong_way_round_are_refused(recipe_of):
             run(*recipe_of(url=alone, baseline_url=drafting))
         with pytest.raises(RequestError, match=r"with the draft, K = 2 drafts nothing"):
             run(*recipe_of(url=alone, baseline_url=alone))
-        with pytest.raises(RequestError, match=r"with the draft, K = 3 drafts 2 tokens"):
-            run(*recipe_of(url=drafting, baseline_url=alone, num_speculative_tokens=[3]))
+        with pytest.raises(RequestError, match=r"with the draft, K = 1 drafts 2 tokens"):
+            run(*recipe_of(url=drafting, baseline_url=alone, num_speculative_tokens=[1]))
+
+
+def test_more_draft_tokens_than_acceptance_is_measured_with_are_refused_before_any_work(recipe_of):
+    recipe, paths = recipe_of(num_speculative_tokens=[1, K + 1])
+    for begin in (lambda: check_served(recipe), lambda: run(recipe, paths), lambda: run_all(recipe)):
+        with pytest.raises(RequestError, match=rf"{K + 1} draft tokens are to be served.*with {K}:") as caught:
+            begin()
+        assert f"evaluate.num_speculative_tokens={K + 1}" in (caught.value.hint or "")
+    assert not paths.stage("evaluate").exists()
+    assert not paths.events.exists()
 
 
 def test_another_text_with_the_draft_fails_the_stage_once_all_is_on_disk(recipe_of):

@@ -22,13 +22,13 @@ K, RATES = 2, [0.75, 0.5]
 
 
 def repeat(tokens_per_second: float, rounds: int = 0) -> dict[str, Any]:
-    latency = {"p50": 0.01, "p99": 0.02}
+    seconds = 0.005 if rounds else 0.01  # with the draft half as long
     return {
         "tokens": 100,
         "tokens_per_second": tokens_per_second,
-        "first_token_seconds": latency,
+        "first_token_seconds": {"p50": 3 * seconds, "p99": 7 * seconds},
         "inter_token_seconds": None,
-        "seconds_per_token": latency,
+        "seconds_per_token": {"p50": seconds, "p99": 2 * seconds},
         "drafts": rounds,
         "draft_tokens": K * rounds,
         "accepted_tokens": int(sum(RATES) * rounds),
@@ -48,6 +48,8 @@ def measured(
     sampled: Any = (),
     within: Any = None,
     spread: float = 1.0,
+    offline_rates: Any = RATES,
+    by_k: Any = None,
     **served: Any,
 ) -> dict[str, Any]:
     """A machine whose steps always take the same, with such a share of the forecast's speed-up."""
@@ -58,8 +60,8 @@ def measured(
         alone["chat", c] = {"repeats": [repeat(10.0 * c), repeat(12.0 * c)], "texts": [[1], [2]]}
         ours = [repeat(10.0 * c * speedup * spread, 16), repeat(12.0 * c * speedup / spread, 16)]
         drafted["chat", c] = {"repeats": ours, "texts": [[1], [2]], "differences": list(differing)}
-    greedy = {"name": "recorded trained", "method": "recorded", "draft": "trained", "per_position": RATES}
-    greedy |= {"within_tokens": within or {}}
+    greedy = {"name": "recorded trained", "method": "recorded", "draft": "trained", "per_position": offline_rates}
+    greedy |= {"within_tokens": within or {}} | ({"by_num_speculative_tokens": by_k} if by_k else {})
     offline = {"prompt_sets": [*sampled, greedy]}
     return make_served(recipe(**served), alone, {K: drafted}, offline)
 
@@ -101,6 +103,15 @@ def test_the_forecast_is_of_as_much_of_an_answer_as_is_served(max_tokens: int, t
     assert found["prompt_sets"][0]["forecast"]["speedup"] == pytest.approx((1 + sum(rates)) / 1.2)
     said = f"of acceptance within the first {tokens} tokens of an answer"
     assert (said in "\n".join(summary_lines(found))) is (tokens is not None)
+
+
+def test_each_k_is_forecast_from_what_it_was_found_to_accept_itself():
+    within = {"32": {"per_position": [0.3, 0.1]}}
+    by_k = {"1": {"mean_acceptance_length": 1.7, "within_tokens": {"32": {"mean_acceptance_length": 1.25}}}}
+    for max_tokens, lengths in ((64, [1.7, 2.25]), (20, [1.25, 1.4])):
+        found = measured(by_k=by_k, within=within, max_tokens=max_tokens)["forecast"]["all"]
+        assert [one["acceptance_length"] for one in found] == pytest.approx(lengths * 2)
+        assert [one["speedup"] for one in found[:2]] == pytest.approx([lengths[0] / 1.1, lengths[1] / 1.2])
 
 
 def at_temperature(method: str, rates: list[float], **how: Any) -> dict[str, Any]:
@@ -154,6 +165,31 @@ def test_a_dear_draft_is_said_not_to_pay():
     lines = "\n".join(summary_lines(found))
     assert "no K is faster than the target alone" in lines
     assert "stops paying at 1 at once" in lines
+
+
+def test_the_best_k_is_by_its_measured_speed_before_its_forecast():
+    """K = 2 is forecast to be 1.88 times as fast, K = 1 to be 1.59 times; only K = 2 was measured."""
+    as_forecast, far_slower = measured(), measured(forecast_share=0.6)
+    for found, k, speedup, how in (
+        (as_forecast, 2, 2.25 / 1.2, "as measured"),
+        (far_slower, 1, 1.75 / 1.1, "by the forecast"),
+    ):
+        best = found["forecast"]["best"]["8"]
+        assert (best["num_speculative_tokens"], best["measured"]) == (k, how == "as measured")
+        assert best["speedup"] == pytest.approx(speedup)
+        assert any(f"8 at once: best K = {k}, {speedup:.2f} times as fast, {how}" in x for x in summary_lines(found))
+    assert measured(offline_rates=[0.0, 0.0])["forecast"]["stops_paying"] is None, "it pays, whatever was forecast"
+    slow = measured(forecast_share=0.5, offline_rates=[0.0, 0.0])["forecast"]
+    assert (slow["best"], slow["stops_paying"]) == ({"1": None, "8": None}, 1)
+
+
+def test_a_k_beyond_the_offline_figures_is_chosen_where_it_was_measured_to_be_the_fastest():
+    found = measured(offline_rates=RATES[:1])
+    assert [one["forecast"] for one in found["prompt_sets"]] == [None, None]
+    best = found["forecast"]["best"]["1"]
+    assert (best["num_speculative_tokens"], best["measured"]) == (2, True)
+    assert (best["acceptance_length"], best["speedup"]) == pytest.approx((2.25, 2.25 / 1.2))
+    assert best["tokens_per_second"] == found["prompt_sets"][0]["tokens_per_second"]["with_draft"]
 
 
 def test_lines_name_the_k_and_the_error_of_the_forecast():

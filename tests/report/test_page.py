@@ -15,6 +15,7 @@ from draftsmith.errors import DraftsmithError, RequestError
 from draftsmith.pipeline import run_stage
 from draftsmith.report import write_report
 from draftsmith.rundir import STAGES, RunPaths, read_events
+from tests.evaluate.test_served_figures import measured
 from tests.report.pages import HOSTILE, Element, load, numbers_in, page_of, parse
 
 SHOWN = [stage for stage in STAGES if stage != "report"]
@@ -65,7 +66,8 @@ def test_the_figures_of_each_stage_are_on_the_page(finished):
 
 
 def test_domains_are_shown_beside_their_untrained_draft(finished):
-    section = page_of(finished).by_id("acceptance")
+    tables = page_of(finished).by_id("acceptance").all("table")
+    (section,) = (table for table in tables if table.all("caption")[0].text == "Acceptance length by domain")
     sets = {found["name"]: found for found in load(finished / "evaluate/acceptance.json")["prompt_sets"]}
     for domain in ("plain", HOSTILE):
         before = sets["replayed untrained"]["by_domain"][domain]
@@ -73,6 +75,64 @@ def test_domains_are_shown_beside_their_untrained_draft(finished):
         assert f"{sets['decoded trained']['by_domain'][domain]['mean_acceptance_length']:.2f}" in row[0]
         assert f"{before['mean_acceptance_length']:.2f}" in row[2]
         assert f"{before['confidence_95'][1]:.2f}" in row[2]
+
+
+def titles(section: Element, chart: str) -> list[str]:
+    """What a pointer is told over the chart whose description begins so."""
+    (found,) = (svg for svg in section.all("svg") if svg.attributes["aria-label"].startswith(chart))
+    return [title.text for title in found.all("title")]
+
+
+def test_the_curves_are_of_each_step_and_the_bars_of_each_draft(finished):
+    page = page_of(finished)
+    lines = [json.loads(line) for line in (finished / "train/metrics.jsonl").read_text().splitlines()]
+    validations = [line for line in lines if line["split"] == "validation"]
+    assert titles(page.by_id("training"), "Accuracy") == [
+        f"step {k + 1}, held out: {line[f'accuracy_{k}']:.4g} at {line['step']:,g}"
+        for k in (0, 1)
+        for line in validations
+    ]
+    assert any(line["accuracy_0"] != line["accuracy_1"] for line in validations), "or all may be of one step"
+    (chart,) = (svg for svg in page.by_id("training").all("svg") if svg.attributes["aria-label"].startswith("Accuracy"))
+    lines_drawn = [line.attributes["points"] for line in chart.all("polyline")]
+    assert len(set(lines_drawn)) == len(lines_drawn) >= 2
+    sets = {found["name"]: found for found in load(finished / "evaluate/acceptance.json")["prompt_sets"]}
+    shown = (("trained", sets["decoded trained"]), ("untrained", sets["replayed untrained"]))
+    assert titles(page.by_id("acceptance"), "Share of rounds") == [
+        f"{draft}: {of['per_position'][k]:.4g}" for k in (0, 1) for draft, of in shown
+    ]
+
+
+def test_accuracy_at_every_place_is_told_from_acceptance(finished):
+    section = page_of(finished).by_id("acceptance")
+    (found,) = (t for t in section.all("table") if "whatever came before" in t.all("caption")[0].text)
+    for of in load(finished / "evaluate/acceptance.json")["prompt_sets"]:
+        for name, rates in (
+            (of["name"], of.get("all_slots")),
+            (f"{of['name']}, at temperature 0.7", of.get("at_temperature")),
+        ):
+            if rates:
+                *shown, places = cells(found, name)
+                assert [text.split(" %")[0] for text in shown] == [
+                    f"{100 * rate:.1f}" for rate in rates["unconditional_per_position"]
+                ]
+                assert places == f"{rates['slots']:,}"
+    assert len(found.all("tr")) == 1 + 4 + 2
+
+
+def test_acceptance_by_length_of_the_answer_is_shown(copy):
+    acceptance = load(copy / "evaluate/acceptance.json")
+    of = next(one for one in acceptance["prompt_sets"] if one["name"] == "decoded trained")
+    of["within_tokens"] = {"32": {"mean_acceptance_length": 1.4, "per_position": [0.3, 0.1], "rounds": 9}}
+    (copy / "evaluate/acceptance.json").write_text(json.dumps(acceptance))
+    assert cells(page_of(copy).by_id("acceptance"), "32") == ["1.40", "30.0 %", "10.0 %", "9"]
+
+
+def test_notes_of_the_command_that_serves_are_shown(copy):
+    state = load(copy / "serve/stage.json")
+    state["report"]["notes"] = ["K = 5 is the fastest as measured"]
+    (copy / "serve/stage.json").write_text(json.dumps(state))
+    assert "Note: K = 5 is the fastest as measured" in page_of(copy).by_id("export").text
 
 
 def test_acceptance_at_temperature_is_shown_by_draft_tokens(finished):
@@ -90,6 +150,23 @@ def test_acceptance_at_temperature_is_shown_by_draft_tokens(finished):
             expected = found["by_num_speculative_tokens"]["1"]
             assert {expected["mean_acceptance_length"], *expected["confidence_95"]} <= table.numbers
     assert "tokens are spread as the target's own samples" in section.text
+
+
+def test_greedy_acceptance_is_shown_by_draft_tokens_and_by_domain(finished):
+    section = page_of(finished).by_id("acceptance")
+    tables = {table.all("caption")[0].text: table for table in section.all("table")}
+    greedy = [one for one in load(finished / "evaluate/acceptance.json")["prompt_sets"] if "temperature" not in one]
+    assert len(greedy) == 5
+    for found in greedy:
+        shown = cells(tables["Acceptance length greedy, by draft tokens K"], found["name"])[1:]
+        assert [text.split()[0] for text in shown] == [
+            f"{found['by_num_speculative_tokens'][k]['mean_acceptance_length']:.2f}" for k in ("1", "2")
+        ]
+    for domain in ("plain", HOSTILE):
+        shown = cells(tables["Acceptance length by domain and draft tokens K (decoded trained)"], domain)
+        for text, of in zip(shown, greedy[0]["by_num_speculative_tokens"].values(), strict=True):
+            mean, (low, high) = (of["by_domain"][domain][name] for name in ("mean_acceptance_length", "confidence_95"))
+            assert text == f"{mean:.2f} ({low:.2f} to {high:.2f})"
 
 
 def test_the_histogram_counts_every_sample(finished):
@@ -173,6 +250,7 @@ def test_a_stage_without_an_end_on_record_is_not_called_done(copy):
     [
         *(f"{stage}/stage.json" for stage in SHOWN),
         "evaluate/acceptance.json",
+        "evaluate/served.json",
         "evaluate/why.json",
         "extract/store/manifest.json",
         "prepare/corpus.parquet",
@@ -185,6 +263,7 @@ def test_a_stage_without_an_end_on_record_is_not_called_done(copy):
     "damage", [lambda data: data[: len(data) // 2 - 1], lambda data: b"[1]\n", lambda data: b"\xff\0"]
 )
 def test_a_damaged_file_is_named_and_the_rest_is_shown(copy, name, damage):
+    (copy / "evaluate/served.json").write_text(json.dumps(measured()))
     file, before = copy / name, page_of(copy)
     figures = before.by_id("acceptance").numbers | before.by_id("states").numbers
     file.write_bytes(damage(file.read_bytes()))

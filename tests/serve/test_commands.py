@@ -159,9 +159,23 @@ def test_the_fastest_of_the_forecast_is_served_where_there_is_one(paths, tiny_ta
     leave_forecast(paths, {"1": fast, "8": slow, "64": None})
     report = serve.run(make_recipe(tiny_target, {"concurrency": concurrency}), paths)
     assert speculative_config(report["arguments"])["num_speculative_tokens"] == k == report["num_speculative_tokens"]
-    assert "forecast" in report["summary"][-1]
+    assert ("no K is faster" if concurrency == 1000 else f"K = {k} is the fastest by the forecast") in report["notes"][
+        0
+    ]
     own = serve.run(make_recipe(tiny_target, {"concurrency": concurrency, "num_speculative_tokens": 4}), paths)
     assert (own["num_speculative_tokens"], own["notes"]) == (4, [])
+
+
+def test_a_k_that_was_measured_is_said_to_be(paths, tiny_target):
+    leave_forecast(paths, {"1": {"num_speculative_tokens": 5, "speedup": 1.5, "measured": True}})
+    (note,) = serve.run(make_recipe(tiny_target), paths)["notes"]
+    assert note.startswith("K = 5 is the fastest as measured, 1 at once: 1.50 times")
+
+
+def test_served_figures_of_before_there_were_two_engines_are_vllms(paths, tiny_target):
+    leave_forecast(paths, {"1": {"num_speculative_tokens": 5, "speedup": 1.5}})
+    write_json(paths.served, {k: v for k, v in json.loads(paths.served.read_text()).items() if k != "engine"})
+    assert serve.run(make_recipe(tiny_target), paths)["num_speculative_tokens"] == 5
 
 
 @pytest.mark.parametrize("other", [{"draft_sha256": "another"}, {"engine": "sglang"}])

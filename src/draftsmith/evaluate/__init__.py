@@ -17,15 +17,18 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
         CheckFailed: a decoded text is not the target's own greedy text, and rounding does not explain it; or sampled
             texts are not spread as the target's own would be.
         EngineError: an engine to be measured did not come up or broke off.
+        RequestError: more draft tokens are to be served than acceptance is measured with.
     """
+    from draftsmith.evaluate import served_figures
     from draftsmith.evaluate.figures import refuse_unfaithful, summary_lines
 
+    if recipe.evaluate.served.enabled:
+        served_figures.refuse_more_than_evaluated(recipe)
     report = _offline(recipe, paths)
     refuse_unfaithful(report)
     summary = summary_lines(report)
     if recipe.evaluate.served.enabled:
         from draftsmith.engines import name_of
-        from draftsmith.evaluate import served_figures
         from draftsmith.evaluate.served import measure_served
 
         served = measure_served(recipe, paths, report)

@@ -94,7 +94,10 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         )
         if name in by_name
     ]
-    lines += [_expected_line(found) for found in report["prompt_sets"] if "by_num_speculative_tokens" in found]
+    greedy = by_name.get("decoded trained", by_name["recorded trained"])
+    if len(greedy["by_num_speculative_tokens"]) > 1:
+        lines.append(f"trained draft, {greedy['method']}: acceptance length {_by_k_text(greedy)}")
+    lines += [_expected_line(found) for found in report["prompt_sets"] if found["method"].startswith("expected")]
     if by_name["recorded trained"]["at_temperature"]:
         lines.append(_overlap_line(by_name["recorded trained"]))
     if report["lossless"]:
@@ -148,14 +151,18 @@ def _early(found: dict[str, Any]) -> str:
 
 def _expected_line(found: dict[str, Any]) -> str:
     texts = "the recorded texts" if found["method"] == "expected recorded" else "the sampled texts"
+    return (
+        f"{found['draft']} draft {PROPOSING[found['draft_sample_method']]}, expected of {texts} at temperature "
+        f"{found['temperature']:g}: acceptance length {_by_k_text(found)}"
+    )
+
+
+def _by_k_text(found: dict[str, Any]) -> str:
     lengths = [
         "{:.2f} ({:.2f} to {:.2f}) with K = {}".format(of["mean_acceptance_length"], *of["confidence_95"], k)
         for k, of in found["by_num_speculative_tokens"].items()
     ]
-    return (
-        f"{found['draft']} draft {PROPOSING[found['draft_sample_method']]}, expected of {texts} at temperature "
-        f"{found['temperature']:g}: acceptance length {', '.join(lengths)}"
-    )
+    return ", ".join(lengths)
 
 
 def _against_lines(found: dict[str, Any]) -> list[str]:
@@ -185,7 +192,11 @@ def _decoded(held_out: HeldOut, method: str, decoded: Results) -> dict[str, Any]
         starts = round_starts(len(result["prompt_ids"]) - 1, result["accepted"])
         return Rounds(*_origin(held_out, id), starts, result["accepted"], tokens=len(result["answer_ids"]))
 
-    return _summarise(held_out, method, "trained", [read(id) for id in decoded])
+    texts = [read(id) for id in decoded]
+    by_k: dict[str, Any] = {}
+    if method == "decoded":  # greedy: with fewer draft tokens the texts are the same, and what is accepted follows
+        by_k = _by_k(held_out, {**_replayed_texts(held_out, "trained", decoded), held_out.steps: texts})
+    return _summarise(held_out, method, "trained", texts) | by_k
 
 
 def _how_sampled(held_out: HeldOut) -> dict[str, Any]:
@@ -196,7 +207,7 @@ def _how_sampled(held_out: HeldOut) -> dict[str, Any]:
 def _expected(held_out: HeldOut, method: str, results: Results) -> list[dict[str, Any]]:
     """Expected on texts that the target sampled: a set for each draft and way of proposing that the texts were read
     with, each with the acceptance length of every K."""
-    steps, seed = held_out.steps, held_out.recipe.seed
+    steps = held_out.steps
 
     def one(name: str) -> dict[str, Any]:
         draft, sample_method = name.split()
@@ -204,9 +215,7 @@ def _expected(held_out: HeldOut, method: str, results: Results) -> list[dict[str
         found = _summarise(held_out, method, draft, by_k[steps]) | _how_sampled(held_out)
         if sample_method != found["draft_sample_method"]:
             found |= {"name": f"{found['name']}, {PROPOSING[sample_method]}", "draft_sample_method": sample_method}
-        lengths = {str(k): summarise("", texts, k, seed).to_json() for k, texts in by_k.items()}
-        kept = ("mean_acceptance_length", "confidence_95")
-        return found | {"by_num_speculative_tokens": {k: {x: one[x] for x in kept} for k, one in lengths.items()}}
+        return found | _by_k(held_out, by_k)
 
     return [one(name) for name in next(iter(results.values()))["taken"]] if results else []
 
@@ -254,13 +263,32 @@ def _against_expected(held_out: HeldOut, sampled: Results) -> dict[str, Any]:
 
 
 def _replayed(held_out: HeldOut, method: str, draft: str, results: Results) -> dict[str, Any]:
+    texts = _replayed_texts(held_out, draft, results)
+    rates = slot_rates([Replay(**result["replays"][draft]) for result in results.values()], held_out.steps)
+    found = _summarise(held_out, method, draft, texts[held_out.steps]) | {"all_slots": rates}
+    return found | _by_k(held_out, texts)
+
+
+def _replayed_texts(held_out: HeldOut, draft: str, results: Results) -> dict[int, list[Rounds]]:
+    """The rounds of every text, for each K up to the recipe's; of that alone where an earlier version replayed one."""
+    steps = held_out.steps
     replays = {id: Replay(**result["replays"][draft]) for id, result in results.items()}
-    texts = [
-        Rounds(*_origin(held_out, id), found.starts, found.accepted, tokens=sum(found.accepted) + len(found.accepted))
-        for id, found in replays.items()
-    ]
-    rates = slot_rates(list(replays.values()), held_out.steps)
-    return _summarise(held_out, method, draft, texts) | {"all_slots": rates}
+    texts = {}
+    for k in range(1, steps + 1):
+        hops = {id: rounds for id, found in replays.items() if (rounds := found.rounds(k, steps)) is not None}
+        if len(hops) == len(replays):
+            texts[k] = [
+                Rounds(*_origin(held_out, id), of.starts, of.accepted, tokens=sum(of.accepted) + len(of.accepted))
+                for id, of in hops.items()
+            ]
+    return texts
+
+
+def _by_k(held_out: HeldOut, texts: dict[int, list[Rounds]]) -> dict[str, Any]:
+    """The acceptance length that is to be expected with each K, by domain and by length of the answer too."""
+    kept = ("mean_acceptance_length", "confidence_95", "by_domain", "within_tokens")
+    found = {str(k): summarise("", of, k, held_out.recipe.seed).to_json() for k, of in texts.items()}
+    return {"by_num_speculative_tokens": {k: {name: one[name] for name in kept} for k, one in found.items()}}
 
 
 def _origin(held_out: HeldOut, id: str) -> tuple[str, str]:

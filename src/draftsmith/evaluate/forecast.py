@@ -43,12 +43,14 @@ class Forecast:
     acceptance_length: float
     tokens_per_second: float  # of all sequences together
     speedup: float  # over the target alone, at the same concurrency
+    measured: bool = False  # in serving: no forecast at all
 
 
 def acceptance_lengths(joint: Sequence[float]) -> list[float]:
     """L_0, L_1 … L_K from the joint rates of K draft tokens: L_k = 1 + the first k of them, the bonus token included.
 
-    Rates depend a little on K, which says where rounds begin: those of another K are an estimate for this one.
+    Rates depend a little on K, which says where rounds begin: those of another K are an estimate for this one, for
+    where its own length is not known.
     """
     return list(accumulate(joint, initial=1.0))
 

@@ -8,13 +8,15 @@ as long as they equal it. The rounds that serving would really make are the slot
     accepts   1    0    3    1    2    0    1        K = 3
     rounds    ●─────────●───────────────────●        3 rounds: 1, 3, 1
 
-The mean over these rounds is the estimate. The mean over all slots is printed beside it: it weighs every slot alike,
-while serving passes over the slots inside an accepted run. A slot takes part when all K drafts have a recorded answer.
+The mean over these rounds is the estimate. With fewer draft tokens K' < K a slot accepts min(accepted, K'), and rounds
+begin elsewhere: hops of so much + 1 over the same slots. The mean over all slots is printed beside it: it weighs every
+slot alike, while serving passes over the slots inside an accepted run. A slot takes part when all K drafts have a
+recorded answer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +30,14 @@ HEAD_ROWS = 1024  # logits of so many tokens at once: [1024, Vt]
 
 
 @dataclass(frozen=True)
+class Hops:
+    """The rounds of one text, in order."""
+
+    starts: list[int]  # slots that they begin at
+    accepted: list[int]  # drafts accepted in each
+
+
+@dataclass(frozen=True)
 class Replay:
     """What a draft would have done on one text."""
 
@@ -36,6 +46,13 @@ class Replay:
     slots: int  # slots whose K drafts all have a recorded answer
     correct: list[int]  # slots whose draft k is right, by k
     joint: list[int]  # slots whose drafts 0 … k are all right, by k
+    fewer: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # Hops of each K' < K; once there were none
+
+    def rounds(self, k: int, steps: int) -> Hops | None:
+        """The rounds with k of the K = `steps` draft tokens; None if an earlier version left only those of K."""
+        if k == steps:
+            return Hops(self.starts, self.accepted)
+        return Hops(**self.fewer[str(k)]) if str(k) in self.fewer else None
 
 
 @torch.inference_mode()
@@ -59,14 +76,20 @@ def replay(
     drafted = [draft.to_target_ids(draft.lm_head(normed[slots]).argmax(-1)) for normed in states]
     correct = torch.stack([tokens == top1[slots + 1 + k] for k, tokens in enumerate(drafted)], dim=-1)
     joint = correct.cumprod(-1)
-    rounds = hops(slots.tolist(), accepted := joint.sum(-1).tolist())
+    *fewer, own = (_rounds(slots.tolist(), joint[:, :k].sum(-1).tolist()) for k in range(1, steps + 1))
     return Replay(
-        starts=[int(slots[i]) for i in rounds],
-        accepted=[accepted[i] for i in rounds],
+        starts=own.starts,
+        accepted=own.accepted,
         slots=len(slots),
         correct=correct.sum(0).tolist(),
         joint=joint.sum(0).tolist(),
+        fewer={str(k): asdict(found) for k, found in enumerate(fewer, start=1)},
     )
+
+
+def _rounds(slots: list[int], accepted: list[int]) -> Hops:
+    rounds = hops(slots, accepted)
+    return Hops([slots[i] for i in rounds], [accepted[i] for i in rounds])
 
 
 def hops(slots: list[int], accepted: list[int]) -> list[int]:

@@ -68,6 +68,7 @@ def summarise(name: str, texts: list[Rounds], num_speculative_tokens: int, seed:
         tokens=sum(text.tokens for text in texts),
         confidence_95=confidence_95(texts, num_speculative_tokens, seed),
         extra={
+            "confidence_95_over": "conversations",
             "rounds": rounds,
             "mean_accepted_tokens": mean,
             "conditional_per_position": conditional(joint),

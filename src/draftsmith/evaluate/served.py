@@ -22,7 +22,7 @@ from draftsmith.engines import exported_draft, measured_engine, served_model, ve
 from draftsmith.errors import RequestError
 from draftsmith.evaluate.busy import busy_cores, warning
 from draftsmith.evaluate.journal import work_through
-from draftsmith.evaluate.served_figures import STEPS, Measurements, differences, make_served
+from draftsmith.evaluate.served_figures import STEPS, Measurements, differences, make_served, refuse_more_than_evaluated
 from draftsmith.evaluate.served_load import Burst, Running, ask_all, figures_of
 from draftsmith.evaluate.served_prompts import PromptSet, check_prompt_sets, read_prompt_sets
 from draftsmith.evaluate.step_costs import seconds_per_step, sizes_of_target_steps
@@ -100,6 +100,7 @@ def measure_served(recipe: Recipe, paths: RunPaths, offline: dict[str, Any]) -> 
 def check_served(recipe: Recipe) -> None:
     """Raises RequestError, DataError or MissingExtraError where serving could not be measured, however good a draft."""
     settings, engine = recipe.evaluate.served, measured_engine(recipe)
+    refuse_more_than_evaluated(recipe)
     _refuse_contradictions(settings)
     if settings.url is None:
         require_installed(engine, "evaluate.served")

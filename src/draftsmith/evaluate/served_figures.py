@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from draftsmith.errors import CheckFailed
+from draftsmith.errors import CheckFailed, RequestError
 from draftsmith.evaluate.forecast import Forecast, StepCosts, acceptance_lengths, best, forecast, stops_paying
 from draftsmith.evaluate.step_costs import divide
 from draftsmith.recipe import Recipe
@@ -46,13 +46,14 @@ def make_served(
     )
     of = offline_set(offline, recipe.evaluate.served.temperature)
     within, rates = rates_within(of, recipe.evaluate.served.max_tokens)
-    expected = forecast(acceptance_lengths(rates), costs, recipe.evaluate.served.concurrency)
+    expected = forecast(lengths_by_k(of, within, rates), costs, recipe.evaluate.served.concurrency)
     sets = [
         _figures(k, name, concurrency, alone[name, concurrency], found, expected, costs)
         for k, results in drafted.items()
         for (name, concurrency), found in results.items()
         if name != STEPS
     ]
+    known = measured_or_foretold(expected, sets)
     return {
         "prompt_sets": sets,
         "step_costs": {
@@ -71,10 +72,43 @@ def make_served(
             "served_temperature": recipe.evaluate.served.temperature,
             "per_position": rates,
             "all": [dataclasses.asdict(one) for one in expected],
-            "best": {str(c): one and dataclasses.asdict(one) for c, one in best(expected).items()},
-            "stops_paying": stops_paying(expected),
+            "best": {str(c): one and dataclasses.asdict(one) for c, one in best(known).items()},
+            "stops_paying": stops_paying(known),
         },
     }
+
+
+def refuse_more_than_evaluated(recipe: Recipe) -> None:
+    """Raises RequestError if a K is to be served for which acceptance is not measured, nor a forecast made."""
+    most, evaluated = (
+        max(recipe.evaluate.served.num_speculative_tokens, default=0),
+        recipe.evaluate.num_speculative_tokens,
+    )
+    if most > evaluated:
+        raise RequestError(
+            f"{most} draft tokens are to be served, and acceptance is measured with {evaluated}: there would be no "
+            "forecast to compare with",
+            where="evaluate.served.num_speculative_tokens",
+            hint=f"evaluate.num_speculative_tokens={most}, with --redo where `evaluate` was done with {evaluated}",
+        )
+
+
+def measured_or_foretold(expected: list[Forecast], sets: list[dict[str, Any]]) -> list[Forecast]:
+    """Every K and concurrency as it was measured, on the mean over prompt sets, or else as forecast."""
+    known = {(one.concurrency, one.num_speculative_tokens): one for one in expected}
+    measured: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for found in sets:
+        measured.setdefault((found["concurrency"], found["num_speculative_tokens"]), []).append(found)
+    for (concurrency, k), of in measured.items():
+        known[concurrency, k] = Forecast(
+            k,
+            concurrency,
+            acceptance_length=mean([one["mean_acceptance_length"] for one in of]),
+            tokens_per_second=mean([one["tokens_per_second"]["with_draft"] for one in of]),
+            speedup=geometric_mean([one["speedup"] for one in of]),
+            measured=True,
+        )
+    return [known[at] for at in sorted(known)]
 
 
 def offline_set(offline: dict[str, Any], temperature: float) -> dict[str, Any]:
@@ -108,6 +142,21 @@ def rates_within(of: dict[str, Any], max_tokens: int) -> tuple[int | None, list[
     return min(fitting), of["within_tokens"][str(min(fitting))]["per_position"]
 
 
+def lengths_by_k(of: dict[str, Any], within: int | None, rates: list[float]) -> list[float]:
+    """L_0, L_1 …: each as it was found with that very K, else from the joint rates of the largest.
+
+    Args:
+        within: tokens of an answer that are looked at; None for all.
+        rates: joint, of the largest K.
+    """
+    lengths = acceptance_lengths(rates)
+    for k, one in of.get("by_num_speculative_tokens", {}).items():  # an earlier version wrote none of greedy texts
+        found = one if within is None else one.get("within_tokens", {}).get(str(within))
+        if found:
+            lengths[int(k)] = found["mean_acceptance_length"]
+    return lengths
+
+
 def _figures(
     k: int,
     name: str,
@@ -121,7 +170,7 @@ def _figures(
     rates = [sum(r["accepted_per_position"][i] for r in ours) / sum(r["drafts"] for r in ours) for i in range(k)]
     lengths = [1 + r["accepted_tokens"] / r["drafts"] for r in ours]
     speedups = [b["tokens_per_second"] / a["tokens_per_second"] for a, b in zip(plain, ours, strict=True)]
-    speedup = math.exp(mean([math.log(ratio) for ratio in speedups]))
+    speedup = geometric_mean(speedups)
     return {
         "name": f"{name}, {concurrency} at once, K = {k}",
         "method": "served",
@@ -131,6 +180,7 @@ def _figures(
         "num_speculative_tokens": k,
         "mean_acceptance_length": 1 + sum(rates),
         "confidence_95": interval_95(lengths) or (1.0, 1.0 + k),
+        "confidence_95_over": "repeats",
         "per_position": rates,
         "prompts": len(drafted["texts"]),
         "tokens": sum(r["tokens"] for r in ours),
@@ -174,6 +224,10 @@ def _compared(
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    return math.exp(mean([math.log(ratio) for ratio in ratios]))
 
 
 def interval_95(values: Sequence[float]) -> tuple[float, float] | None:
@@ -261,7 +315,9 @@ def summary_lines(served: dict[str, Any]) -> list[str]:
 
 def _lines(found: dict[str, Any]) -> list[str]:
     rate, gaps = found["tokens_per_second"], found["latency_seconds"]["inter_token_seconds"]["p50"]
-    spread = "" if found["speedup_95"] is None else " (95 %: {:.2f} to {:.2f})".format(*found["speedup_95"])
+    spread = (
+        "" if found["speedup_95"] is None else " (95 % over repeats: {:.2f} to {:.2f})".format(*found["speedup_95"])
+    )
     line = (
         f"served {found['name']}: {rate['with_draft']:,.1f} tokens/s against {rate['without_draft']:,.1f}, speed-up "
         f"{found['speedup']:.2f}{spread}; acceptance length {found['mean_acceptance_length']:.2f}"
@@ -288,14 +344,15 @@ def _forecast_lines(found: dict[str, Any]) -> list[str]:
     if found["within_tokens"] is not None:
         lines.append(f"forecast: of acceptance within the first {found['within_tokens']} tokens of an answer")
     lines += [
-        f"forecast, {concurrency} at once: "
+        f"{concurrency} at once: "
         + (
             "no K is faster than the target alone"
             if one is None
-            else f"best K = {one['num_speculative_tokens']}, {one['speedup']:.2f} times as fast"
+            else f"best K = {one['num_speculative_tokens']}, {one['speedup']:.2f} times as fast, "
+            + ("as measured" if one["measured"] else "by the forecast")
         )
         for concurrency, one in found["best"].items()
     ]
     if found["stops_paying"] is not None:
-        lines.append(f"forecast: speculation stops paying at {found['stops_paying']} at once")
+        lines.append(f"speculation stops paying at {found['stops_paying']} at once")
     return lines

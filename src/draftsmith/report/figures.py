@@ -22,6 +22,7 @@ class Figure:
     unit: str  # a key of `say`
     value: float
     interval: tuple[float, float] | None = None  # 95 %
+    over: str | None = None  # what the interval is over, where that is not conversations
 
 
 def figures(run: RunRecord) -> list[Figure]:
@@ -82,7 +83,13 @@ def _speed(run: RunRecord) -> list[Figure]:
     for of in run.served.get("prompt_sets") or []:
         if is_number(speedup := dig(of, "speedup")):
             bounds = interval({"confidence_95": of.get("speedup_95")})
-            found.append(Figure(f"speedup {of.get('name')}", f"speed-up, {of.get('name')}", "length", speedup, bounds))
+            found.append(
+                Figure(f"speedup {of.get('name')}", f"speed-up, {of.get('name')}", "length", speedup, bounds, "repeats")
+            )
+    for concurrency, best in (dig(run.served, "forecast", "best") or {}).items():
+        if is_number(k := dig(best, "num_speculative_tokens")):
+            how = "as measured" if best.get("measured") else "by the forecast"
+            found.append(Figure(f"best_k {concurrency}", f"best K at {concurrency} at once, {how}", "count", k))
     return found
 
 

@@ -47,6 +47,7 @@ def render(run: RunRecord, other: RunRecord | None, recipe: Path | None, made: d
         made: when this is.
     """
     found = {one.name: one for one in figures(run)}
+    served = [one for one in run.served.get("prompt_sets") or [] if is_number(dig(one, "speedup"))]
     tree = recorded_recipe(run)
     return _template().render(
         css=Markup((HERE / "page.css").read_text(encoding="utf-8")),
@@ -69,7 +70,11 @@ def render(run: RunRecord, other: RunRecord | None, recipe: Path | None, made: d
         validations=[line for line in run.metrics if line.get("split") == "validation"],
         trained=prompt_set(run, "trained"),
         untrained=prompt_set(run, "untrained"),
-        served=[found for found in run.served.get("prompt_sets") or [] if is_number(dig(found, "speedup"))],
+        anywhere=_anywhere(run),
+        served=served,
+        offline_rows=_offline_rows(run),
+        served_rows=[(one.get("name"), one, "repeats") for one in served],
+        most_served=max((len(one.get("per_position") or []) for one in served), default=0),
         served_by=name_of(run.served),
         busy_note=run.served.get("busy_note"),
         served_settings=_served_settings(run),
@@ -131,6 +136,31 @@ def _foretold(run: RunRecord) -> dict[int, list[dict[str, Any]]]:
     found: dict[int, list[dict[str, Any]]] = {}
     for one in dig(run.served, "forecast", "all") or []:
         found.setdefault(one["concurrency"], []).append(one)
+    return found
+
+
+def _offline_rows(run: RunRecord) -> list[tuple[str, dict[str, Any], str]]:
+    """The acceptance that the forecast is made of, as served sets have theirs: of whole answers, and of as much of
+    them as was served. Name, figures, and what their interval is over."""
+    made_of, within = (dig(run.served, "forecast", name) for name in ("acceptance_of", "within_tokens"))
+    sets = run.acceptance.get("prompt_sets") or []
+    rows = []
+    for one in sets:
+        if made_of and dig(one, "name") == made_of:
+            rows.append((f"offline, {made_of}", one, "conversations"))
+            if part := dig(one, "within_tokens", str(within)):
+                rows.append((f"offline, within {within} tokens", part, ""))
+    return rows
+
+
+def _anywhere(run: RunRecord) -> dict[str, dict[str, Any]]:
+    """Sets that have rates over all slots, and those after recorded words at temperature."""
+    found = {}
+    for of in run.acceptance.get("prompt_sets") or []:
+        if dig(of, "all_slots", "unconditional_per_position"):
+            found[of.get("name")] = of["all_slots"]
+        if heated := dig(of, "at_temperature"):
+            found[f"{of.get('name')}, at temperature {heated.get('temperature')}"] = heated
     return found
 
 

@@ -62,7 +62,7 @@ def _value(one: Figure | None) -> str:
     text = say(one.value, one.unit)
     if one.interval:
         low, high = (say(end, one.unit) for end in one.interval)
-        text += f" (95 %: {low} to {high})"
+        text += f" (95 %{f' over {one.over}' if one.over else ''}: {low} to {high})"
     return text
 
 

@@ -10,7 +10,7 @@ from draftsmith.rundir import RunPaths, digest_draft
 
 
 def choose_draft_tokens(recipe: Recipe, paths: RunPaths) -> tuple[int, list[str]]:
-    """K as said, else the fastest of the forecast at the concurrency nearest to that of serving, else as evaluated.
+    """K as said, else the fastest, measured or forecast, at the concurrency nearest to serving's, else as evaluated.
 
     Returns:
         K, and what a person should know of the choice.
@@ -25,9 +25,10 @@ def choose_draft_tokens(recipe: Recipe, paths: RunPaths) -> tuple[int, list[str]
     nearest = min(best, key=lambda measured: (abs(int(measured) - wanted), int(measured)))
     chosen = best[nearest]
     if chosen is None:
-        return evaluated, [f"the forecast has no K that is faster than the target alone, {nearest} at once"]
+        return evaluated, [f"no K is faster than the target alone, measured or forecast, {nearest} at once"]
     k, speedup = chosen["num_speculative_tokens"], chosen["speedup"]
-    return k, [f"K = {k} is the fastest of the forecast, {nearest} at once: {speedup:.2f} times the target alone"]
+    how = "as measured" if chosen.get("measured") else "by the forecast"  # earlier versions chose by forecasts alone
+    return k, [f"K = {k} is the fastest {how}, {nearest} at once: {speedup:.2f} times the target alone"]
 
 
 def _forecast_of_this_draft(recipe: Recipe, paths: RunPaths) -> tuple[dict[str, Any], list[str]]:
@@ -35,9 +36,10 @@ def _forecast_of_this_draft(recipe: Recipe, paths: RunPaths) -> tuple[dict[str, 
     if not paths.served.exists():
         return {}, []
     served, wanted = json.loads(paths.served.read_text(encoding="utf-8")), recipe.serve.engine
-    if served["engine"] != wanted:
-        return {}, [f"the forecast is of {served['engine']}: evaluate.served.engine={wanted} makes one of {wanted}"]
-    folder = paths.export(served["engine"])
+    engine = served.get("engine", "vllm")  # an earlier version knew no other
+    if engine != wanted:
+        return {}, [f"the forecast is of {engine}: evaluate.served.engine={wanted} makes one of {wanted}"]
+    folder = paths.export(engine)
     if not folder.exists() or served["draft_sha256"] != digest_draft(folder):
         return {}, []
     return served["forecast"]["best"], []
