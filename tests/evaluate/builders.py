@@ -97,17 +97,19 @@ def open_target(folder: Path, shift_aux: int = 0) -> tuple[TargetFacts, TargetRe
     return facts, TargetReader(model, decoder_layers(model, facts), ids), model
 
 
-def make_prompts(seed: int = 0) -> list[list[int]]:
+def make_prompts(seed: int = 0, prompts: int = PROMPTS) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 300, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
+    return torch.randint(3, 300, (prompts, PROMPT_TOKENS), generator=generator).tolist()
 
 
-def build_world(folder: Path, training_steps: int = 120) -> World:
+def build_world(
+    folder: Path, training_steps: int = 120, prompts: int = PROMPTS, answer_tokens: int = ANSWER_TOKENS
+) -> World:
     facts, target, _ = open_target(folder)
     head = load_head(facts, CPU, torch.float32)
     texts = []
-    for prompt in make_prompts():
-        answer = greedy_decode(target, prompt, ANSWER_TOKENS, ())
+    for prompt in make_prompts(prompts=prompts):
+        answer = greedy_decode(target, prompt, answer_tokens, ())
         texts.append(read_text(facts, target, prompt, answer))
     untrained, trained = (make_draft(facts, head, seen_ids(texts)) for _ in range(2))
     learn_by_heart(trained, head, texts, training_steps)

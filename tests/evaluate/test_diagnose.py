@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,13 +16,14 @@ from draftsmith.draft.files import save_draft
 from draftsmith.draft.model import Draft
 from draftsmith.errors import RequestError
 from draftsmith.evaluate import why
-from draftsmith.evaluate.diagnose import Recorded, cause, diagnose
+from draftsmith.evaluate.diagnose import Recorded, Trial, cause, compared, conversations_needed, diagnose
 from draftsmith.evaluate.offline import target_top1
 from draftsmith.recipe import Draft as DraftSettings
 from tests.evaluate.builders import (
     STEPS,
     World,
     build_run,
+    build_world,
     learn_by_heart,
     make_draft,
     make_recipe,
@@ -28,6 +31,12 @@ from tests.evaluate.builders import (
     read_text,
     seen_ids,
 )
+
+
+@pytest.fixture(scope="module")
+def world(tiny_target: Path) -> World:
+    """As many conversations as it takes to tell a cause from chance, and short ones."""
+    return build_world(tiny_target, prompts=12, answer_tokens=16)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +86,7 @@ def plain(world: World) -> Draft:
 def test_a_good_draft_has_nothing_wrong_with_it(world, recorded):
     trials = diagnose(world.trained, world.facts, of_ids(recorded, 0), STEPS)
     assert trials[0].name == "as it is"
-    assert (trials[0].lift, trials[0].interval) == (0, (0, 0))
+    assert (trials[0].lift, trials[0].by_chance) == (0, 1)
     assert trials[0].accepted > 1
     assert cause(trials) is None
     assert len(trials) > 7
@@ -125,8 +134,48 @@ def test_the_remedy_says_what_to_set(world, recorded, plain):
     assert named.lift > 0.3
 
 
-def test_one_conversation_is_no_evidence(world, recorded, plain):
-    assert found(world, changed(plain, norm_output=True), of_ids(recorded, 0)[:1]) is None
+def test_as_many_conversations_as_are_said_to_be_needed_are_evidence_and_one_fewer_is_none():
+    """A change that helps in each of them, among twelve that do nothing."""
+
+    def named(conversations: int) -> Trial | None:
+        before, owners = np.full((conversations, 2), 20.0), [str(i) for i in range(conversations)]
+        trials = [compared(str(i), "a remedy", before, before + np.array([i == 0, 0]), owners) for i in range(12)]
+        assert conversations_needed(trials) == 8  # 12 / 2^8 < 0.05
+        return cause(trials)
+
+    assert named(8) is not None
+    assert named(7) is None
+
+
+@pytest.mark.parametrize("conversations", [2, 4, 8, 12])
+def test_where_nothing_helps_a_cause_is_named_in_one_of_twenty_diagnoses_at_most(conversations):
+    """Twelve readings a diagnosis, none of them better than the draft as it is."""
+    chance, named = np.random.default_rng(0), 0
+    owners = [str(i) for i in range(conversations)]
+    for _ in range(100):
+        before = np.stack([chance.normal(30, 5, conversations), np.full(conversations, 20)], -1)
+        trials = []
+        for reading in range(12):
+            after = before + np.stack([chance.normal(0, 4, conversations), np.zeros(conversations)], -1)
+            trials.append(compared(str(reading), "a remedy", before, after, owners))
+        named += cause(trials) is not None
+    assert named <= 10  # of 100 at a rate of 5 %: more in one of a hundred repetitions
+
+
+def test_a_larger_lift_that_may_be_chance_does_not_hide_a_smaller_one_that_is_none():
+    noisy, small, smaller = (Trial(f"{lift}", "a remedy", 2, lift, by) for lift, by in [(9, 0.2), (2, 1e-4), (1, 1e-5)])
+    assert cause([smaller, noisy, small]) == small
+
+
+def test_too_few_conversations_are_told_with_how_many_are_needed(world, plain, tmp_path):
+    paths = build_run(replace(world, texts=world.texts[:4]), tmp_path / "run")
+    save_draft(tmp_path / "draft", changed(plain, norm_output=True))
+    report = why(make_recipe(paths), paths, tmp_path / "draft")
+    assert report["cause"] is None
+    assert re.search(
+        r"too few conversations .* 4 held out, and \d+ are needed .*prepare\.validation_fraction", report["verdict"]
+    )
+    assert report["summary"][-1].strip() == report["verdict"]
 
 
 def test_a_run_is_asked_for_the_reason(world, plain, tmp_path):

@@ -17,7 +17,6 @@ from draftsmith.evaluate.renderings import FORMATS, FirstTurn, Prompts, renderin
 from draftsmith.evaluate.speculate import greedy_decode
 from draftsmith.target import load_head
 from tests.evaluate.builders import (
-    ANSWER_TOKENS,
     CPU,
     STEPS,
     World,
@@ -35,7 +34,10 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-QUESTIONS = ["How do I sort?", "Water boils?", "A lazy dog, or a fox?", "Which list is new?"]
+QUESTIONS = [
+    f"{ask} {what}?" for ask in ("How do I sort", "Which is", "Why") for what in ("it", "new", "a fox", "water")
+]
+TOKENS = 16  # of an answer
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def rendered(folder: Path, prompts: Prompts) -> World:
         text = prompts.render([{"role": "user", "content": question}], None, {})
         assert text is not None
         prompt = prompts.ids(text)
-        texts.append(read_text(facts, target, prompt, greedy_decode(target, prompt, ANSWER_TOKENS, ())))
+        texts.append(read_text(facts, target, prompt, greedy_decode(target, prompt, TOKENS, ())))
     head = load_head(facts, CPU, target.model.dtype)
     untrained = make_draft(facts, head, seen_ids(texts))
     return World(facts, head, target, texts, untrained, untrained)
@@ -81,7 +83,7 @@ def trained_behind(world: World, prompts: Prompts, name: str | None) -> Draft:
             if ids is not None
         ]
     draft = make_draft(world.facts, world.head, seen_ids(world.texts))
-    learn_by_heart(draft, world.head, texts, steps=120)
+    learn_by_heart(draft, world.head, texts, steps=300)
     return draft.eval()
 
 

@@ -109,12 +109,14 @@ class WrongWorker(RaisingWorker):
 
 
 class FullWorker(CaptureWorker):
-    """Runs out of memory over one sample that others are computed with, and not over the same one alone."""
+    """Runs out of memory over one sample the first time that it meets it, and in its next life not again."""
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self._follow(scheduler_output)
         with self._reporting("execute_model"):
-            if FULL in self._batch and len(self._batch) > 1:
+            met = self._options.failures.parent / "met"
+            if FULL in self._batch and not met.exists():
+                met.touch()
                 raise torch.OutOfMemoryError("CUDA out of memory")
         return super().execute_model(scheduler_output)
 

@@ -178,12 +178,17 @@ def test_the_histogram_counts_every_sample(finished):
 
 def test_other_readings_of_the_draft_are_shown_where_they_were_tried(finished, copy):
     section = page_of(finished).by_id("acceptance")
-    for trial in load(finished / "evaluate/why.json")["trials"]:
+    for trial in load(finished / "evaluate/why.json")["trials"] + load(finished / "evaluate/why.json")["renderings"]:
         assert cells(section, trial["name"])[0] == f"{trial['accepted']:.2f}"
     why = load(copy / "evaluate/why.json")
-    (copy / "evaluate/why.json").write_text(json.dumps({**why, "cause": why["trials"][2]["name"]}))
-    said = f"Found: {why['trials'][2]['name']}; {why['trials'][2]['remedy']}."
-    assert said in page_of(copy).by_id("acceptance").text
+    assert f"Verdict: {why['verdict']}." in section.text
+    own = {"name": "off-policy data", "remedy": "train on them", "accepted": 0.75, "lift": -1.5, "by_chance": 0.001}
+    found = {"cause": own["name"], "verdict": "found: off-policy data; train on them", "own_answers": own}
+    (copy / "evaluate/why.json").write_text(json.dumps({**why, **found, "mismatches": ["another rope_theta"]}))
+    section = page_of(copy).by_id("acceptance")
+    assert "Verdict: found: off-policy data; train on them." in section.text
+    assert cells(section, own["name"])[:2] == ["0.75", "−1.50"]
+    assert "Mismatch: another rope_theta" in section.text
     (copy / "evaluate/why.json").unlink()
     assert "as it is" not in page_of(copy).by_id("acceptance").text
 

@@ -2,6 +2,8 @@
 
 A draft that was trained well and is read otherwise than it was trained accepts little, and nothing else shows it:
 shapes fit, training figures are good. All readings are measured at the same slots: their differences are paired.
+What chance explains is told by exchanging, in whole conversations, what was accepted before and after: exact however
+few they are, where a bootstrap over few of them finds causes that are none.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil, log2
 from typing import Any
 
 import numpy as np
@@ -20,8 +23,8 @@ from draftsmith.records import TargetFacts
 
 Counts = Any  # float64 [texts, 2]: drafted tokens accepted, summed over the slots of each text, and its slots
 
-DRAWS = 2000
-CHANCE = 0.05
+EXACT = 14  # conversations, up to which every exchange is tried; of more, as many exchanges are drawn
+CHANCE = 0.05  # that a whole diagnosis names a cause where there is none
 DEFAULT_ROPE_THETA = 10000.0  # what engines take where a draft's configuration says nothing
 
 
@@ -49,53 +52,64 @@ class Reading:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is accepted after a change: drafted tokens of K, on the mean over slots; and how much more than before it.
-
-    The interval of the lift is so wide that by chance one of twenty sets of trials has any of its intervals miss.
-    """
+    """What is accepted after a change: drafted tokens of K, on the mean over slots; how much more than before it."""
 
     name: str
     remedy: str
     accepted: float
     lift: float
-    interval: tuple[float, float] | None  # none where one conversation says nothing of the spread
+    by_chance: float  # how often chance alone moves it as far or farther that way; not corrected for other trials
 
 
 def diagnose(draft: Draft, facts: TargetFacts, texts: Sequence[Recorded], steps: int) -> list[Trial]:
     """Try every reading; the first trial is the draft as it is.
 
     Args:
-        texts: of several conversations, else there is no interval and no cause is found.
+        texts: of `conversations_needed` or more, else no cause can be found.
         steps: K.
     """
     readings = list(_readings(draft, facts, texts))
     counts = [_count(reading, texts, steps) for reading in readings]  # each [texts, 2]
     owners = [text.conversation_id for text in texts]
-    chance = CHANCE / max(1, len(readings) - 1)
     return [
-        compared(reading.name, reading.remedy, counts[0], found, owners, chance)
+        compared(reading.name, reading.remedy, counts[0], found, owners)
         for reading, found in zip(readings, counts, strict=True)
     ]
 
 
-def compared(
-    name: str, remedy: str, before: Counts, after: Counts, owners: Sequence[str], chance: float = CHANCE
-) -> Trial:
+def compared(name: str, remedy: str, before: Counts, after: Counts, owners: Sequence[str]) -> Trial:
     """What is accepted after a change, and how much more than before it.
 
     Args:
         owners: the conversation of each text.
-        chance: that the interval misses.
     """
     owner = np.unique(owners, return_inverse=True)[1]
     accepted, lift = _rate(after.sum(0)), _rate(after.sum(0)) - _rate(before.sum(0))
-    return Trial(name, remedy, float(accepted), float(lift), _interval(before, after, owner, chance))
+    return Trial(name, remedy, float(accepted), float(lift), _by_chance(before, after, owner))
 
 
-def cause(trials: Sequence[Trial]) -> Trial | None:
-    """The trial that lifts acceptance most, if chance does not explain that it does."""
-    most = max(trials, key=lambda trial: trial.lift)
-    return most if most.interval and most.interval[0] > 0 else None
+def cause(trials: Sequence[Trial], own: Trial | None = None) -> Trial | None:
+    """Of the trials that lift acceptance by more than chance explains, the one that lifts it most.
+
+    Args:
+        trials: everything that one diagnosis tried; one correction is over all of it.
+        own: on answers that the target writes itself. The draft that accepts less there knows the recorded words alone.
+    """
+    limit = CHANCE / _comparisons(trials, own)
+    lifted = [trial for trial in trials if trial.lift > 0 and trial.by_chance <= limit]
+    if lifted:
+        return max(lifted, key=lambda trial: trial.lift)
+    return own if own and own.lift < 0 and own.by_chance <= limit else None
+
+
+def conversations_needed(trials: Sequence[Trial], own: Trial | None = None) -> int:
+    """With fewer, even a change that helps in every conversation may be chance: one exchange of 2 to the so many."""
+    return ceil(log2(_comparisons(trials, own) / CHANCE))
+
+
+def _comparisons(trials: Sequence[Trial], own: Trial | None) -> int:
+    """The draft as it is has no remedy, and is compared with nothing."""
+    return max(1, sum(bool(trial.remedy) for trial in trials) + (own is not None))
 
 
 def _readings(draft: Draft, facts: TargetFacts, texts: Sequence[Recorded]) -> Iterator[Reading]:
@@ -165,15 +179,19 @@ def accepted_in(found: Replay) -> tuple[int, int]:
     return sum(found.joint), found.slots
 
 
-def _interval(before: Counts, after: Counts, owner: Any, chance: float) -> tuple[float, float] | None:
-    """Percentile bootstrap of the difference, over whole conversations."""
-    conversations = int(owner.max()) + 1
-    if conversations < 2:
-        return None
-    draws = np.random.default_rng(0).integers(conversations, size=(DRAWS, conversations))
-    rates = [_rate(_by_owner(counts, owner)[draws].sum(1)) for counts in (before, after)]
-    low, high = np.quantile(rates[1] - rates[0], [chance / 2, 1 - chance / 2])
-    return float(low), float(high)
+def _by_chance(before: Counts, after: Counts, owner: Any) -> float:
+    """One-sided sign-flip test of the lift, the way that it went: before and after exchanged in whole conversations."""
+    before, after = _by_owner(before, owner), _by_owner(after, owner)
+    conversations = len(before)
+    if conversations <= EXACT:
+        flips = np.arange(2**conversations)[:, None] >> np.arange(conversations) & 1
+    else:
+        flips = np.random.default_rng(0).integers(2, size=(2**EXACT, conversations))
+        flips[0] = 0  # what was found is one of its exchanges: the chance is never none
+    moved = flips @ (after - before)  # [flips, 2]
+    lifts = _rate(after.sum(0) - moved) - _rate(before.sum(0) + moved)  # [flips]
+    lifts = lifts if lifts[0] > 0 else -lifts
+    return float((lifts >= lifts[0] - 1e-9).mean())
 
 
 def _by_owner(counts: Counts, owner: Any) -> Counts:

@@ -14,7 +14,7 @@ from draftsmith.draft.engine_draft import is_for_engines, load_engine_draft
 from draftsmith.draft.files import load_draft
 from draftsmith.draft.model import Draft
 from draftsmith.errors import RequestError
-from draftsmith.evaluate.diagnose import Recorded, Trial, accepted_in, cause, compared, diagnose
+from draftsmith.evaluate.diagnose import Recorded, Trial, accepted_in, cause, compared, conversations_needed, diagnose
 from draftsmith.evaluate.held_out import HeldOut, first_prompt, open_held_out, open_target
 from draftsmith.evaluate.offline import replay, target_top1
 from draftsmith.evaluate.renderings import FirstTurn, Prompts, count, renderings, try_renderings
@@ -54,19 +54,24 @@ def explain(recipe: Recipe, paths: RunPaths, folder: Path | None) -> dict[str, A
     rendered = try_renderings(draft, reader, turns, renderings(_prompts(held_out)), held_out.steps)
     own_share = _own_share(texts)
     own = _on_own_answers(held_out, draft, reader, turns) if own_share < OWN_SHARE else None
-    named = cause(trials + rendered) or _off_policy(own)
+    named = cause(trials + rendered, own)
+    conversations, needed = len({text.conversation_id for text in texts}), conversations_needed(trials + rendered, own)
+    found, remedy = named.name if named else next(iter(mismatches), None), named.remedy if named else None
     report = {
         "draft": str(folder),
         "texts": len(texts),
         "num_speculative_tokens": held_out.steps,
-        "cause": named.name if named else next(iter(mismatches), None),
+        "conversations": conversations,
+        "cause": found,
+        "remedy": remedy,
+        "verdict": _verdict(found, remedy, conversations, needed),
         "mismatches": mismatches,
         "trials": [dataclasses.asdict(trial) for trial in trials],
         "renderings": [dataclasses.asdict(trial) for trial in rendered],
         "own_answers": dataclasses.asdict(own) if own else None,
         "notes": _notes(draft, texts, own_share),
     }
-    return {**report, "summary": _summary(report, trials, rendered, own, named)}
+    return {**report, "summary": _summary(report, trials, rendered, own)}
 
 
 def _load(folder: Path, held_out: HeldOut) -> tuple[Draft, list[str]]:
@@ -165,9 +170,16 @@ def _on_own_answers(held_out: HeldOut, draft: Draft, target: TargetReader, turns
     return compared(OFF_POLICY, remedy, np.array(before, float), np.array(after, float), owners)
 
 
-def _off_policy(own: Trial | None) -> Trial | None:
-    """The draft knows the recorded words, and not those that the target says instead."""
-    return own if own and own.interval and own.interval[1] < 0 else None
+def _verdict(found: str | None, remedy: str | None, conversations: int, needed: int) -> str:
+    """What was found, or why nothing was, in one sentence for the terminal and the page."""
+    if found:
+        return f"found: {found}; {remedy}" if remedy else f"found: {found}"
+    if conversations < needed:
+        return (
+            f"too few conversations to name a cause: {conversations} held out, and {needed} are needed to tell what "
+            "helps from chance; hold out more (prepare.validation_fraction, or more conversations in prepare.sources)"
+        )
+    return "nothing that was tried accepts more, beyond chance"
 
 
 def _own_share(texts: list[Recorded]) -> float:
@@ -196,9 +208,7 @@ def _notes(draft: Draft, texts: list[Recorded], own_share: float) -> list[str]:
     return notes
 
 
-def _summary(
-    report: dict[str, Any], trials: list[Trial], rendered: list[Trial], own: Trial | None, named: Trial | None
-) -> list[str]:
+def _summary(report: dict[str, Any], trials: list[Trial], rendered: list[Trial], own: Trial | None) -> list[str]:
     lines = [f"why       {report['draft']}, {report['texts']} texts, K = {report['num_speculative_tokens']}"]
     lines += [f"          mismatch: {mismatch}" for mismatch in report["mismatches"]]
     shown = trials + rendered
@@ -210,6 +220,4 @@ def _summary(
     if not rendered:
         lines.append("          note: no prompt could be taken apart and rendered otherwise")
     lines += [f"          note: {note}" for note in report["notes"]]
-    if named is None:
-        return [*lines, "          nothing that was tried accepts more, beyond chance"]
-    return [*lines, f"          found: {named.name}; {named.remedy}"]
+    return [*lines, f"          {report['verdict']}"]

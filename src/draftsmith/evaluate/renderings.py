@@ -18,7 +18,7 @@ import torch
 from jinja2.exceptions import TemplateError
 
 from draftsmith.draft.model import Draft
-from draftsmith.evaluate.diagnose import CHANCE, Counts, Trial, accepted_in, compared
+from draftsmith.evaluate.diagnose import Counts, Trial, accepted_in, compared
 from draftsmith.evaluate.offline import replay
 from draftsmith.evaluate.speculate import TargetReader
 from draftsmith.progress import progress
@@ -160,7 +160,7 @@ def try_renderings(
         for rendering, prompts in tried:
             owners = [turns[i].conversation_id for i in prompts]
             before, after = recorded[list(prompts)], counts(prompts)
-            trials.append(compared(rendering.name, rendering.remedy, before, after, owners, CHANCE / len(tried)))
+            trials.append(compared(rendering.name, rendering.remedy, before, after, owners))
     return trials
 
 
