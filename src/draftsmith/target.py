@@ -82,6 +82,7 @@ def load_target(facts: TargetFacts, target: recipe.Target, device: torch.device,
         model, loaded = auto.from_pretrained(
             facts.path, config=config, dtype=dtype, trust_remote_code=trust, output_loading_info=True
         )
+        model = model.to(device)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise TargetError(f"transformers cannot load it: {error}", where=facts.path) from error
     if absent := sorted(loaded["missing_keys"]):
@@ -90,7 +91,7 @@ def load_target(facts: TargetFacts, target: recipe.Target, device: torch.device,
             where=facts.path,
             hint="`draftsmith probe` lists what the weight files hold",
         )
-    return model.to(device).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
 def text_model(model: nn.Module, facts: TargetFacts) -> nn.Module:

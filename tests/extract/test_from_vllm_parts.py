@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from draftsmith.errors import CaptureError, CheckFailed, MissingExtraError, RequestError
+from draftsmith.errors import CaptureError, CheckFailed, MissingExtraError, RequestError, TargetError
 from draftsmith.extract.engine_errors import explain_death
 from draftsmith.extract.engine_settings import engine_args, engine_version, environment
 from draftsmith.extract.from_transformers import Reference
@@ -26,6 +26,7 @@ from draftsmith.extract.parity import (
     SEQUENCES,
     TOKENS,
     Expected,
+    _available_bytes,
     compare,
     expect,
     first_samples,
@@ -542,6 +543,51 @@ def test_a_reference_that_does_not_fit_in_memory_is_not_begun(tiny_target: Path)
     found = expect(huge, Target(model="absent"), LAYER_IDS, CPU, torch.float32, [])
     assert isinstance(found, str)
     assert "the reference needs" in found
+
+
+FP8_BLOCKS = {"config_groups": {"all": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}}}
+INT4_GROUPS = {"config_groups": {"all": {"weights": {"num_bits": 4}, "input_activations": None}}}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "share", "fits"),
+    [
+        pytest.param(None, 0.5, True, id="as stored"),
+        pytest.param({"quant_method": "mxfp4"}, 0.3, False, id="mxfp4, four times as large in bfloat16"),
+        pytest.param({"quant_method": "mxfp4"}, 0.1, True, id="mxfp4 that fits"),
+        pytest.param({"quant_method": "fp8"}, 0.3, True, id="fp8, twice as large"),
+        pytest.param({"quant_method": "fp8"}, 0.5, False, id="fp8 that does not fit"),
+        pytest.param({"quant_method": "compressed-tensors", **FP8_BLOCKS}, 0.3, True, id="bits in groups, 8"),
+        pytest.param({"quant_method": "compressed-tensors", **INT4_GROUPS}, 0.3, False, id="bits in groups, 4"),
+        pytest.param({"quant_method": "gptq", "bits": 2}, 0.15, False, id="bits at the top"),
+    ],
+)
+def test_a_quantised_reference_needs_the_room_of_its_weights_in_the_dtype_of_the_computation(
+    tiny_target: Path, tmp_path: Path, quantization: dict[str, Any] | None, share: float, fits: bool
+) -> None:
+    room = _available_bytes()
+    facts = replace(
+        read_facts(str(tiny_target)), path=str(tmp_path), dtype="bfloat16", weight_bytes=int(room * share),
+        quantization=quantization,
+    )  # fmt: skip
+    found = expect(facts, Target(model="absent"), LAYER_IDS, CPU, torch.bfloat16, [])
+    assert isinstance(found, str)
+    assert ("cannot load" in found) == fits, found
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="needs a device that is not there")
+def test_a_reference_that_fails_is_no_reference_and_the_reason_is_kept(
+    tiny_target: Path, samples: list[Sample]
+) -> None:
+    facts, target = read_facts(str(tiny_target)), Target(model=str(tiny_target))
+    outside = replace(samples[0], input_ids=[10**6])
+    forward = expect(facts, target, LAYER_IDS, CPU, torch.float32, [outside])
+    assert forward == "transformers cannot run the target: IndexError: index out of range in self"
+    moved = expect(facts, target, LAYER_IDS, torch.device("mps"), torch.float32, samples)
+    assert isinstance(moved, str)
+    assert "mps" in moved
+    with pytest.raises(TargetError, match=r"cannot load it: .*mps"):
+        load_target(facts, target, torch.device("mps"), torch.float32)
 
 
 # ---- settings ---------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from draftsmith.probe.facts import read_facts
 from draftsmith.rehearse.scale_config import ORDINARY_TOKENS
 from draftsmith.rehearse.scale_model import build_scale_model
 from tests.extract.vllm_runs import REPOSITORY, ROUNDING, captured, errors, mixed_samples, plan_for
@@ -49,7 +50,11 @@ def test_every_state_is_the_references(name: str, settings: dict[str, Any], tmp_
     samples = mixed_samples(200, ORDINARY_TOKENS)
     states = captured(plan_for(plain, tmp_path / "run", **settings), samples)
     assert list(states) == [one.id for one in samples]
-    assert errors(plain, states, samples).quantile(0.99) < ROUNDING  # a near-tie between experts may fall the other way
+    by_sequence = errors(plain, states, samples).split([len(one.input_ids) for one in samples])
+    strays = [one.id for one, found in zip(samples, by_sequence, strict=True) if found.max() >= ROUNDING]
+    # Measured: none. A near-tie between experts may fall the other way on another machine, which no swap is: of two.
+    assert len(strays) <= bool(read_facts(str(plain)).num_experts), strays
+    assert max(found.median() for found in by_sequence) < ROUNDING, strays
 
 
 @pytest.mark.real_model

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from draftsmith.errors import RequestError
+from draftsmith.extract.engine_settings import device_shares
 from draftsmith.probe.facts import facts_from_evidence
 from draftsmith.recipe import parse
 from draftsmith.rehearse import rehearse
@@ -116,6 +118,26 @@ def test_settings_that_have_nothing_to_do_with_size_are_the_recipes(tmp_path: Pa
     assert scaled.train.draft.head_dim is None
     assert not scaled.target.trust_remote_code
     assert any("instead of 8" in change for change in changes)
+
+
+@pytest.mark.parametrize(
+    ("devices", "each", "engines", "rehearsed"),
+    [(0, 1, 8, (1, 1)), (0, 4, 2, (1, 1)), (1, 4, 2, (1, 1)), (4, 2, 4, (2, 2)), (8, 4, 2, (4, 2)), (3, 2, 2, (2, 1))],
+)
+def test_no_more_engines_are_rehearsed_than_there_are_devices_for_and_the_report_says_so(
+    devices: int, each: int, engines: int, rehearsed: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    extract = {"engine": "vllm", "tensor_parallel_size": each, "data_parallel_size": engines}
+    evidence = {"path": "a/b", "config": json.loads((CONFIGS / "llama-3.2-1b.json").read_text()), "problems": []}
+    facts = facts_from_evidence(evidence)
+    recipe = parse({"name": "real", "target": {"model": "a/b"}, "extract": extract})
+    scaled, changes = scale_recipe(recipe, facts, facts, tmp_path)
+    assert (scaled.extract.tensor_parallel_size, scaled.extract.data_parallel_size) == rehearsed
+    assert len(device_shares(scaled)) == rehearsed[1]
+    assert any(f"{rehearsed[1]} of {engines} engines" in change for change in changes) == (rehearsed[1] < engines)
 
 
 def test_made_up_sequences_hold_no_special_token_and_every_length(without_engine: tuple[dict[str, Any], Path]) -> None:

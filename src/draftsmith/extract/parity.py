@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.errors import CaptureError, TargetError
+from draftsmith.errors import CaptureError, DraftsmithError, TargetError
 from draftsmith.extract.from_transformers import CHECKED_TOKENS, TOLERANCE, Reference, head_errors, refuse_wrong_head
 from draftsmith.extract.work import Captured
 from draftsmith.recipe import Target
@@ -34,6 +34,12 @@ ELSEWISE = (
     "other way, extract.engine=transformers needs none"
 )
 _SPARE = 1.25  # of the weights' size: room for activations
+_BITS = ("num_bits", "bits", "w_bit")  # of a quantised weight, as configurations call them
+# What a model's own code raises where it does not work here: the comparison is then left out, and the run goes on.
+_FAILURES = (
+    DraftsmithError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError,
+    OSError, MemoryError,
+)  # fmt: skip
 
 
 Place = int | str
@@ -92,34 +98,47 @@ def expect(
     if problem := _lacks_room(facts, device, dtype):
         return problem
     last = layer_ids[-1]
-    near = sorted({near for id in layer_ids for near in (id - 1, id, id + 1) if 1 <= near < last})
-    try:
-        states = _reference_states(facts, target, (*near, last), device, dtype, samples)
-    except TargetError as error:
-        return f"transformers cannot run the target: {error.what}"
-    if dtype == torch.float32 or not facts.num_experts or facts.quantization or _lacks_room_twice(facts, device):
+    places = (*sorted({near for id in layer_ids for near in (id - 1, id, id + 1) if 1 <= near < last}), last)
+    found = _try_reference(facts, target, places, device, dtype, samples)
+    if isinstance(found, str):
+        return found
+    states, of_head = found
+    if of_head is not None:
+        refuse_wrong_head(of_head, TOLERANCE[dtype])
+    alone = dtype == torch.float32 or not facts.num_experts or facts.quantization
+    if alone or _lacks_room(facts, device, torch.float32):
         return Expected(states)
-    try:
-        exact = _reference_states(facts, target, (*near, last), device, torch.float32, samples)
-    except (TargetError, CaptureError, RuntimeError):  # it is an allowance, and not needed
+    found = _try_reference(facts, target, places, device, torch.float32, samples)
+    if isinstance(found, str):  # it is an allowance, and not needed
         return Expected(states)
-    return Expected(states, {place: _figures(_errors(states, exact, place), experts=True) for place in (*near, last)})
+    return Expected(states, {place: _figures(_errors(states, found[0], place), experts=True) for place in places})
 
 
-def _lacks_room_twice(facts: TargetFacts, device: torch.device) -> bool:
-    """Whether the reference in float32 does not fit on the device, or in the memory that it passes through."""
-    places = {device, torch.device("cpu")}
-    return any(_lacks_room(facts, place, torch.float32) is not None for place in places)
+def _try_reference(
+    facts: TargetFacts, target: Target, layer_ids: Sequence[int], device: torch.device, dtype: torch.dtype,
+    samples: Sequence[Sample],
+) -> tuple[States, dict[str, float] | None] | str:  # fmt: skip
+    """`_reference_states`, or why there are none; whichever, its memory is free again."""
+    try:
+        return _reference_states(facts, target, layer_ids, device, dtype, samples)
+    except _FAILURES as error:
+        reason = error.what if isinstance(error, DraftsmithError) else f"{type(error).__name__}: {error}"
+        return f"transformers cannot run the target: {reason}"
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the engine takes a share of the whole device
 
 
 def _reference_states(
     facts: TargetFacts, target: Target, layer_ids: Sequence[int], device: torch.device, dtype: torch.dtype,
     samples: Sequence[Sample],
-) -> States:  # fmt: skip
+) -> tuple[States, dict[str, float] | None]:  # fmt: skip
+    """The states, and the errors of the head that training reads; None where the weight files have no such head."""
     model = load_target(facts, target, device, dtype)
     reference = Reference(model, facts, layer_ids[:-1])
     norm = final_norm(model, facts)
-    _prove_head(reference, facts, device, dtype, samples[0].input_ids[:CHECKED_TOKENS])
+    of_head = _head_errors(reference, facts, device, dtype, samples[0].input_ids[:CHECKED_TOKENS])
     states: States = {}
     for sample in samples:
         found = reference.states([sample.input_ids])[0]
@@ -127,22 +146,18 @@ def _reference_states(
         with torch.inference_mode():
             by_place[AFTER_NORM] = norm(found[:, -1].to(device)).cpu()
         states[sample.id] = by_place
-    del model, reference, norm
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the engine takes a share of the whole device
-    return states
+    return states, of_head
 
 
-def _prove_head(
+def _head_errors(
     reference: Reference, facts: TargetFacts, device: torch.device, dtype: torch.dtype, input_ids: list[int]
-) -> None:
+) -> dict[str, float] | None:
     """The engine's next tokens tell which logit is the largest; how large it is, only the reference's logits tell."""
     try:
         head = load_head(facts, device, dtype)
     except TargetError:  # `measure` says so
-        return
-    refuse_wrong_head(head_errors(head, *reference.last_and_logits(input_ids)), TOLERANCE[dtype])
+        return None
+    return head_errors(head, *reference.last_and_logits(input_ids))
 
 
 def compare(
@@ -303,15 +318,33 @@ def _differs(
 
 
 def _lacks_room(facts: TargetFacts, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the reference does not fit in memory; None if it does, as far as the weight files tell."""
+    """Why the reference does not fit, as far as the weight files tell: the host's memory holds it before a device's."""
     if facts.weight_bytes is None:
         return "the size of the weights is not known"
-    stored = DTYPES.get(facts.dtype or "", dtype).itemsize
-    needed = facts.weight_bytes * (dtype.itemsize / stored) * _SPARE
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_bytes()
-    if needed <= free:
-        return None
-    return f"the reference needs {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB are free"
+    needed = facts.weight_bytes * dtype.itemsize / _stored_bytes(facts, dtype) * _SPARE
+    free = {"memory": _available_bytes()}
+    if device.type == "cuda":
+        free["the device's memory"] = torch.cuda.mem_get_info(device)[0]
+    for place, free_bytes in free.items():
+        if needed > free_bytes:
+            return (
+                f"the reference needs {needed / 2**30:,.1f} GiB of {place}, and {free_bytes / 2**30:,.1f} GiB are free"
+            )
+    return None
+
+
+def _stored_bytes(facts: TargetFacts, dtype: torch.dtype) -> float:
+    """Bytes of a weight in the files, at the least: transformers dequantises where it has no kernels."""
+    if facts.quantization is None:
+        return DTYPES.get(facts.dtype or "", dtype).itemsize
+    named = f"{facts.quantization.get('quant_method')} {facts.quantization.get('quant_algo')}"
+    return min(_bits(facts.quantization), default=8 if "8" in named else 4) / 8
+
+
+def _bits(settings: dict[str, Any]) -> list[int]:
+    """What the settings of a quantisation say of bits, however deep."""
+    own = [settings[name] for name in _BITS if isinstance(settings.get(name), int)]
+    return own + [bits for part in settings.values() if isinstance(part, dict) for bits in _bits(part)]
 
 
 def _available_bytes() -> int:

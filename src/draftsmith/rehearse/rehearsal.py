@@ -296,6 +296,11 @@ def scale_recipe(recipe: Recipe, target: TargetFacts, facts: TargetFacts, run_di
     if needed > devices:
         changes.append(f"one device instead of {needed}: this machine has {devices}")
         extract |= {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+        needed = 1
+    engines = min(recipe.extract.data_parallel_size, devices // needed)
+    if engines < recipe.extract.data_parallel_size:
+        changes.append(f"{engines} of {recipe.extract.data_parallel_size} engines: this machine has {devices}")
+        extract["data_parallel_size"] = engines
     if recipe.extract.aux_layer_ids and target.num_hidden_layers and facts.num_hidden_layers:
         ids = scaled_ids(recipe.extract.aux_layer_ids, target.num_hidden_layers, facts.num_hidden_layers)
         extract["aux_layer_ids"] = ids
