@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +96,47 @@ def test_tensorboard_gets_every_figure_that_there_is(tmp_path):
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert shown.Tags()["scalars"] == ["train/loss"]
     assert read_metrics(tmp_path)[0]["model_flop_utilisation"] is None
+
+
+def wandb_records(raw: bytes) -> Iterator[Any]:
+    """Of an offline run: 7 bytes, then for each record a checksum, its length and its kind; less than 32 kB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    assert len(raw) < 1 << 15
+    at = 7
+    while at < len(raw):
+        length = int.from_bytes(raw[at + 4 : at + 6], "little")
+        record = Record()
+        record.ParseFromString(raw[at + 7 : at + 7 + length])
+        yield record
+        at += 7 + length
+
+
+def test_weights_and_biases_gets_every_figure_in_one_run_that_a_resume_goes_on_with(tmp_path, monkeypatch, capfd):
+    pytest.importorskip("wandb")
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_DIR", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    for first in (0, 2):
+        with MetricsLog(tmp_path, first, ["wandb"], name="a run", settings={"learning_rate": 0.5}) as log:
+            for step in (first + 1, first + 2):
+                log.add("train", step, {"loss": 1.0 / step, "model_flop_utilisation": None})
+            log.add("validation", first + 2, {"loss": 7.0})
+        (tmp_path / "wandb").rename(tmp_path / f"wandb-{first}")  # two of one second would be in one folder
+    found: dict[str, dict[int, dict[str, str]]] = {}
+    for file in sorted(tmp_path.glob("wandb-*/offline-run-*/*.wandb")):
+        for record in wandb_records(file.read_bytes()):
+            if record.HasField("run"):
+                id, settings = record.run.run_id, {item.key: item.value_json for item in record.run.config.update}
+                assert (record.run.project, settings["learning_rate"]) == ("draftsmith", "0.5")
+            if record.HasField("history"):
+                items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+                found.setdefault(id, {})[record.history.step.num] = items
+    assert len(found) == 1, "one id: W&B joins them when they are sent"
+    (steps,) = found.values()
+    assert {step: float(items["train/loss"]) for step, items in steps.items()} == {n: 1.0 / n for n in range(1, 5)}
+    assert {step for step, items in steps.items() if "validation/loss" in items} == {2, 4}
+    assert not any("model_flop" in name for items in steps.values() for name in items)
+    assert capfd.readouterr().out == "", "stdout is for data"
 
 
 @pytest.mark.parametrize("first", [0, 2])

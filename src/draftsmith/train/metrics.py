@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import secrets
 import sys
@@ -44,10 +45,7 @@ class Online:
 
     def __init__(self, package: str, folder: Path, name: str, settings: dict[str, Any]) -> None:
         try:
-            if package == "wandb":
-                import wandb as module
-            else:
-                import trackio as module
+            module: Any = importlib.import_module(package)
         except ImportError as error:
             raise MissingExtraError(
                 f"train.trackers names {package}, which is not installed",
