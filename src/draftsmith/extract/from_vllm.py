@@ -42,10 +42,12 @@ def capture_corpus(
         return
     layer_ids, dtype = (*manifest.aux_layer_ids, manifest.num_hidden_layers), DTYPES[manifest.dtype]
     first = first_samples(_of_corpus(paths, missing), recipe.extract.max_num_batched_tokens)
-    expected = expect(facts, recipe.target, layer_ids, pick_device(recipe.target.device), dtype, first)
     longest = max(missing.values())
+    args = engine_args(recipe, facts, manifest.dtype, longest)
+    device = pick_device(recipe.target.device)
+    expected = expect(facts, recipe.target, layer_ids, device, dtype, first, manifest.rope_factors)
     plan = Plan(
-        engine_args=engine_args(recipe, facts, manifest.dtype, longest),
+        engine_args=args,
         environment=environment(facts, longest),
         capture=recipe.extract.capture,
         layer_ids=layer_ids,
