@@ -79,3 +79,26 @@ def deepseek_v3(folder: Path, rope: str) -> Path:
     )
     config.topk_method, config.scoring_func = "noaux_tc", "sigmoid"  # vLLM reads these; transformers assumes them
     return _save(folder, DeepseekV3ForCausalLM, config)
+
+
+def phi3(folder: Path, original: int) -> Path:
+    """LongRoPE, with factors that differ by much."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    config = Phi3Config(
+        **_common(8),
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        original_max_position_embeddings=original,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 16,
+            "long_factor": [4.0] * 16,
+            "original_max_position_embeddings": original,
+        },
+    )
+    return _save(folder, Phi3ForCausalLM, config)

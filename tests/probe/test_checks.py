@@ -265,6 +265,17 @@ def test_an_absent_theta_warns_and_a_theta_of_zero_does_not() -> None:
     assert "not one number" in judge(evidence_of({**CONFIG, "rope_theta": [1e4, 1e6]}))["RoPE"].detail
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_of_longrope_the_length_is_said_from_which_engines_take_the_long_factors(wrapped: bool) -> None:
+    phi = {
+        **CONFIG,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [4.0]},
+    }
+    detail = judge(evidence_of({"text_config": phi} if wrapped else phi))["RoPE"].detail
+    assert "short factors, unless serve.engine_args.max_model_len is above 4,096" in detail
+
+
 @pytest.mark.parametrize("name", ["qwen3.5-0.8b", "nemotron-nano-9b-v2"])
 def test_layers_with_recurrent_state_warn(name: str) -> None:
     assert judge_config(name)["layer types"].status == "warn"

@@ -61,6 +61,7 @@ def _manifest(recipe: Recipe, paths: RunPaths, facts: TargetFacts) -> Manifest:
 
     from draftsmith.corpus import corpus_metadata
     from draftsmith.extract.engine_settings import engine_version
+    from draftsmith.extract.longrope import served_factors
     from draftsmith.store.manifest import Manifest, identity
     from draftsmith.target import pick_device, pick_dtype
 
@@ -80,6 +81,7 @@ def _manifest(recipe: Recipe, paths: RunPaths, facts: TargetFacts) -> Manifest:
         engine=engine,
         engine_version=engine_version() if engine == "vllm" else version("transformers"),
         draftsmith_version=__version__,
+        rope_factors=served_factors(recipe, facts),
     )
 
 
@@ -189,13 +191,18 @@ def _proven_reference(recipe: Recipe, paths: RunPaths, facts: TargetFacts, write
     """The target, ready to capture from, and its parity entered in the manifest."""
     from itertools import islice
 
-    from draftsmith.corpus import read_corpus
+    from draftsmith.corpus import corpus_lengths, read_corpus
     from draftsmith.extract.from_transformers import Reference, measure_parity
+    from draftsmith.extract.longrope import model_tokens, take_long_factors
     from draftsmith.target import load_head, load_target, pick_device, pick_dtype
 
     device = pick_device(recipe.target.device)
     dtype = pick_dtype(recipe.target.dtype, facts, device)
-    reference = Reference(load_target(facts, recipe.target, device, dtype), facts, writer.manifest.aux_layer_ids)
+    model_tokens(recipe, facts, max(corpus_lengths(paths.corpus).values()))
+    model = load_target(facts, recipe.target, device, dtype)
+    if writer.manifest.rope_factors == "long":
+        take_long_factors(model)
+    reference = Reference(model, facts, writer.manifest.aux_layer_ids)
     parity = measure_parity(reference, load_head(facts, device, dtype), list(islice(read_corpus(paths.corpus), 4)))
     writer.record_parity(parity)
     return reference

@@ -10,6 +10,7 @@ import torch
 from packaging.version import Version
 
 from draftsmith.errors import MissingExtraError, RequestError
+from draftsmith.extract.longrope import model_tokens
 from draftsmith.recipe import Recipe
 from draftsmith.records import TargetFacts
 
@@ -43,8 +44,9 @@ def engine_args(recipe: Recipe, facts: TargetFacts, dtype: str, longest_tokens: 
     """vLLM's `EngineArgs` for a capture; those of the recipe's `extract.engine_args` go before ours.
 
     Raises:
-        RequestError: float16 for a model in which vLLM then scales the states; or vLLM's own data parallelism, whose
-            ranks wait for one another; or stages of layers, on a CPU or with vLLM's own capture.
+        RequestError: float16 for a model in which vLLM then scales the states; vLLM's own data parallelism, whose
+            ranks wait for one another; stages of layers, on a CPU or with vLLM's own capture; or samples for which
+            LongRoPE takes other factors than in serving.
     """
     settings = recipe.extract
     if "data_parallel_size" in settings.engine_args:
@@ -68,7 +70,7 @@ def engine_args(recipe: Recipe, facts: TargetFacts, dtype: str, longest_tokens: 
         "seed": recipe.seed,
         "trust_remote_code": recipe.target.trust_remote_code,
         "skip_tokenizer_init": True,
-        "max_model_len": longest_tokens + ROOM,
+        "max_model_len": model_tokens(recipe, facts, longest_tokens + ROOM),
         "tensor_parallel_size": settings.tensor_parallel_size,
         "pipeline_parallel_size": settings.pipeline_parallel_size,
         "max_num_batched_tokens": settings.max_num_batched_tokens,

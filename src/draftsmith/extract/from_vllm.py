@@ -62,7 +62,8 @@ def capture_corpus(
         codec=recipe.extract.codec if CODECS[recipe.extract.codec].error else None,
     )
     first = first_samples(_of_corpus(paths, missing), recipe.extract.max_num_batched_tokens)
-    expected = expect(facts, recipe.target, layer_ids, pick_device(recipe.target.device), dtype, first)
+    device = pick_device(recipe.target.device)
+    expected = expect(facts, recipe.target, layer_ids, device, dtype, first, manifest.rope_factors)
 
     with Engines(plan, partial(_tell_of_restart, paths)) as engines:
 

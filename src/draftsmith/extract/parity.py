@@ -16,6 +16,7 @@ import torch
 
 from draftsmith.errors import CaptureError, DraftsmithError, TargetError
 from draftsmith.extract.from_transformers import CHECKED_TOKENS, TOLERANCE, Reference, head_errors, refuse_wrong_head
+from draftsmith.extract.longrope import take_long_factors
 from draftsmith.extract.work import Captured
 from draftsmith.recipe import Target
 from draftsmith.records import EncodedFeatures, Features, Sample, TargetFacts
@@ -85,7 +86,7 @@ def first_samples(samples: Iterable[Sample], step_tokens: int) -> list[Sample]:
 
 def expect(
     facts: TargetFacts, target: Target, layer_ids: Sequence[int], device: torch.device, dtype: torch.dtype,
-    samples: Sequence[Sample],
+    samples: Sequence[Sample], rope_factors: str | None = None,
 ) -> Expected | str:  # fmt: skip
     """The reference's states, through transformers; or why there are none.
 
@@ -99,7 +100,7 @@ def expect(
         return problem
     last = layer_ids[-1]
     places = (*sorted({near for id in layer_ids for near in (id - 1, id, id + 1) if 1 <= near < last}), last)
-    found = _try_reference(facts, target, places, device, dtype, samples)
+    found = _try_reference(facts, target, places, device, dtype, samples, rope_factors)
     if isinstance(found, str):
         return found
     states, of_head = found
@@ -108,7 +109,7 @@ def expect(
     alone = dtype == torch.float32 or not facts.num_experts or facts.quantization
     if alone or _lacks_room(facts, device, torch.float32):
         return Expected(states)
-    found = _try_reference(facts, target, places, device, torch.float32, samples)
+    found = _try_reference(facts, target, places, device, torch.float32, samples, rope_factors)
     if isinstance(found, str):  # it is an allowance, and not needed
         return Expected(states)
     return Expected(states, {place: _figures(_errors(states, found[0], place), experts=True) for place in places})
@@ -116,11 +117,11 @@ def expect(
 
 def _try_reference(
     facts: TargetFacts, target: Target, layer_ids: Sequence[int], device: torch.device, dtype: torch.dtype,
-    samples: Sequence[Sample],
+    samples: Sequence[Sample], rope_factors: str | None,
 ) -> tuple[States, dict[str, float] | None] | str:  # fmt: skip
     """`_reference_states`, or why there are none; whichever, its memory is free again."""
     try:
-        return _reference_states(facts, target, layer_ids, device, dtype, samples)
+        return _reference_states(facts, target, layer_ids, device, dtype, samples, rope_factors)
     except _FAILURES as error:
         reason = error.what if isinstance(error, DraftsmithError) else f"{type(error).__name__}: {error}"
         return f"transformers cannot run the target: {reason}"
@@ -132,10 +133,12 @@ def _try_reference(
 
 def _reference_states(
     facts: TargetFacts, target: Target, layer_ids: Sequence[int], device: torch.device, dtype: torch.dtype,
-    samples: Sequence[Sample],
+    samples: Sequence[Sample], rope_factors: str | None,
 ) -> tuple[States, dict[str, float] | None]:  # fmt: skip
     """The states, and the errors of the head that training reads; None where the weight files have no such head."""
     model = load_target(facts, target, device, dtype)
+    if rope_factors == "long":
+        take_long_factors(model)
     reference = Reference(model, facts, layer_ids[:-1])
     norm = final_norm(model, facts)
     of_head = _head_errors(reference, facts, device, dtype, samples[0].input_ids[:CHECKED_TOKENS])

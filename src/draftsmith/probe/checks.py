@@ -255,6 +255,7 @@ def _rope(facts: TargetFacts, evidence: dict[str, Any]) -> Check:
         return Check("RoPE", "warn", f"{_unread_theta(evidence)}; the model's class may have a default, or none", hint)
     said = [f"theta {facts.rope_theta:g}"]
     said += [_describe_scaling(facts.rope_scaling)] if facts.rope_scaling else []
+    said += _describe_factors(facts.rope_scaling or {})
     said += [f"on {facts.partial_rotary_factor:.0%} of each head"] if facts.partial_rotary_factor else []
     said += [f"theta {facts.rope_local_theta:g} in sliding windows"] if facts.rope_local_theta else []
     said += ["queries scaled by llama_4_scaling"] if facts.llama_4_scaling else []
@@ -266,6 +267,14 @@ def _rope(facts: TargetFacts, evidence: dict[str, Any]) -> Check:
 def _describe_scaling(scaling: dict[str, Any]) -> str:
     factor = scaling.get("factor")
     return f"{scaling['rope_type']} scaling" + (f" by {factor:g}" if isinstance(factor, int | float) else "")
+
+
+def _describe_factors(scaling: dict[str, Any]) -> list[str]:
+    original = scaling.get("original_max_position_embeddings")
+    if scaling.get("rope_type") != "longrope" or original is None:
+        return []
+    served = f"vLLM serves with the short factors, unless serve.engine_args.max_model_len is above {original:,}"
+    return [f"{served}: states are captured with the same"]
 
 
 def _unread_theta(evidence: dict[str, Any]) -> str:

@@ -46,7 +46,7 @@ def read_rope(config: dict[str, Any], head_dim: int | None) -> Rope:
     }
     return Rope(
         theta=theta,
-        scaling=_scaling(written),
+        scaling=_scaling(written, config),
         local_theta=_first_number(("rope_theta", "rope_local_base_freq"), local, {**config, "rope_theta": None}),
         partial_factor=_partial(written, config, head_dim),
         llama_4_scaling=llama_4_scaling,
@@ -63,11 +63,14 @@ def _first_number(keys: tuple[str, ...], *places: dict[str, Any]) -> float | Non
     return None
 
 
-def _scaling(written: dict[str, Any]) -> dict[str, Any] | None:
-    """The scaling with its kind under `rope_type`; None if it is plain RoPE."""
+def _scaling(written: dict[str, Any], config: dict[str, Any]) -> dict[str, Any] | None:
+    """The scaling with its kind under `rope_type`; None if it is plain RoPE. Phi-3 has the original length outside."""
     kind = written.get("rope_type") or written.get("type") or "default"
     rest = {key: value for key, value in written.items() if key not in _OWN_FACTS}
-    return {"rope_type": _RENAMED.get(kind, kind), **rest} if rest or kind != "default" else None
+    name, original = _RENAMED.get(kind, kind), config.get("original_max_position_embeddings")
+    if name == "longrope" and original is not None:
+        rest = {"original_max_position_embeddings": original, **rest}
+    return {"rope_type": name, **rest} if rest or kind != "default" else None
 
 
 def _partial(written: dict[str, Any], config: dict[str, Any], head_dim: int | None) -> float | None:

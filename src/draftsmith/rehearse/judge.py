@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from draftsmith.evaluate.lossless import deviations
+from draftsmith.extract.longrope import take_long_factors
 from draftsmith.extract.parity import NOISE
 from draftsmith.recipe import Target
 from draftsmith.records import TargetFacts
@@ -34,33 +35,37 @@ class Judgement:
 
 
 def judge(
-    facts: TargetFacts, target: Target, device: torch.device, dtype: torch.dtype, prompts: Texts, answers: Texts
-) -> Judgement:
+    facts: TargetFacts, target: Target, device: torch.device, dtype: torch.dtype, prompts: Texts, answers: Texts,
+    rope_factors: str | None = None,
+) -> Judgement:  # fmt: skip
     """Read prompts and answers in one forward each.
 
     Args:
         facts, target: of the model for transformers.
         dtype: that the engine computes in.
         answers: what it wrote after each prompt.
+        rope_factors: of LongRoPE, that the engine takes.
     """
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-    logits = _logits(facts, target, device, dtype, texts)
+    logits = _logits(facts, target, device, dtype, texts, rope_factors)
     others = sum(
         _others(found[-len(answer) - 1 : -1], answer) for found, answer in zip(logits, answers, strict=True) if answer
     )
     tokens, explained = sum(map(len, answers)), 0.0
     if facts.num_experts and dtype != torch.float32:
-        exact = _logits(facts, target, device, torch.float32, texts)
+        exact = _logits(facts, target, device, torch.float32, texts, rope_factors)
         changed = sum(_others(one, found.argmax(-1).tolist()) for one, found in zip(exact, logits, strict=True))
         explained = NOISE * changed / sum(map(len, texts)) * tokens
     return Judgement(tokens, others, explained)
 
 
 def _logits(
-    facts: TargetFacts, target: Target, device: torch.device, dtype: torch.dtype, texts: Texts
+    facts: TargetFacts, target: Target, device: torch.device, dtype: torch.dtype, texts: Texts, rope_factors: str | None
 ) -> list[torch.Tensor]:
     """[T, Vt] of each text."""
     model = load_target(facts, target, device, dtype)
+    if rope_factors == "long":
+        take_long_factors(model)
     with torch.inference_mode():
         return [model(input_ids=torch.tensor([list(text)], device=device)).logits[0] for text in texts]
 

@@ -140,7 +140,8 @@ class Rehearsal:
         layer_ids = (*store.manifest.aux_layer_ids, store.manifest.num_hidden_layers)
         dtype, device = DTYPES[store.manifest.dtype], pick_device(self.scaled.target.device)
         target = self.scaled.target.model_copy(update={"model": self.plain.path})
-        expected = expect(self.plain, target, layer_ids, device, dtype, self.samples)
+        factors = store.manifest.rope_factors
+        expected = expect(self.plain, target, layer_ids, device, dtype, self.samples, factors)
         if isinstance(expected, str):
             return [Check("parity", "warn", f"not compared: {expected}")]
         figures = compare(
@@ -202,6 +203,7 @@ class Rehearsal:
         Raises:
             CheckFailed: the engine does not run the draft, or writes what the model would not have written.
         """
+        from draftsmith.extract.longrope import served_factors
         from draftsmith.rehearse.judge import judge
         from draftsmith.target import DTYPES, pick_device
 
@@ -209,7 +211,8 @@ class Rehearsal:
         answer = self._decode_with_draft(facts, prompts)
         target = self.scaled.target.model_copy(update={"model": plain.path})
         device, dtype = pick_device(self.scaled.target.device), DTYPES[_dtype(self.recipe)]
-        found = judge(plain, target, device, dtype, prompts, answer["token_ids"])
+        factors = served_factors(self.scaled, plain)
+        found = judge(plain, target, device, dtype, prompts, answer["token_ids"], factors)
         explained = f", where rounding explains {found.explained:.1f}" if found.explained else ""
         if not found.own:
             raise CheckFailed(

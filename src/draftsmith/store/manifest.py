@@ -38,6 +38,7 @@ class Manifest:
     engine: str
     engine_version: str
     draftsmith_version: str
+    rope_factors: str | None = None  # of LongRoPE: short or long
     parity: dict[str, Any] | None = None  # what was measured against the reference; "later": by runs that went on
     final_norm_applied: bool = False  # `last` is canonical id N
     format: int = FORMAT
