@@ -18,7 +18,13 @@ from draftsmith.errors import CheckpointError
 from draftsmith.evaluate import why
 from draftsmith.export import run as export
 from draftsmith.rundir import RunPaths
-from tests.evaluate.builders import World, build_run, make_recipe
+from tests.evaluate.builders import World, build_run, build_world, make_recipe
+
+
+@pytest.fixture(scope="module")
+def world(tiny_target: Path) -> World:
+    """As many conversations as it takes to tell a cause from chance, and short ones."""
+    return build_world(tiny_target, prompts=12, answer_tokens=16)
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def test_a_draft_that_accepts_less_where_answers_begin_is_said_to(early: list[in
     found = summarise("recorded trained", [text([*early, *[2] * 20])], num_speculative_tokens=2, seed=0)
     report = {
         "num_speculative_tokens": 2,
-        "prompt_sets": [{"name": found.name, "at_temperature": None} | found.to_json()],
+        "prompt_sets": [{"name": found.name, "method": "recorded", "at_temperature": None} | found.to_json()],
         "lossless": None,
         "lossless_sampled": None,
         "recorded_tokens_are_top1": 1.0,

@@ -193,12 +193,12 @@ def test_a_proxy_of_the_environment_is_not_asked_for_engines_on_this_machine(pla
 
 
 def test_an_engine_that_runs_fewer_sequences_than_are_measured_at_once_is_refused_before_it_starts(recipe_of):
-    recipe, _ = recipe_of(concurrency=[1, 64], num_speculative_tokens=[5])
-    for given in ({"max_num_seqs": 383}, {"max_running_requests": 64}):
+    recipe, _ = recipe_of(concurrency=[1, 64])
+    for given in ({"max_num_seqs": 191}, {"max_running_requests": 64}):
         serve = recipe.serve.model_copy(update={"engine_args": given})
-        with pytest.raises(RequestError, match="measured by 384"):
+        with pytest.raises(RequestError, match="measured by 192"):
             check_served(recipe.model_copy(update={"serve": serve}))
-    serve = recipe.serve.model_copy(update={"engine_args": {"max_num_seqs": 384}})
+    serve = recipe.serve.model_copy(update={"engine_args": {"max_num_seqs": 192}})
     check_served(recipe.model_copy(update={"serve": serve}))
 
 

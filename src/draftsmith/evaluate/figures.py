@@ -95,7 +95,7 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         if name in by_name
     ]
     greedy = by_name.get("decoded trained", by_name["recorded trained"])
-    if len(greedy["by_num_speculative_tokens"]) > 1:
+    if len(greedy.get("by_num_speculative_tokens", {})) > 1:  # an earlier version wrote none
         lines.append(f"trained draft, {greedy['method']}: acceptance length {_by_k_text(greedy)}")
     lines += [_expected_line(found) for found in report["prompt_sets"] if found["method"].startswith("expected")]
     if by_name["recorded trained"]["at_temperature"]:
