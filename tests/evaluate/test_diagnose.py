@@ -127,6 +127,26 @@ def test_a_configuration_that_is_not_the_drafts_is_found(world, recorded, plain,
     assert found(world, changed(plain, **changes), of_ids(recorded, 0)) == name
 
 
+@pytest.mark.parametrize(
+    ("norm", "name"),
+    [("norm_before_fc", "a norm over all states before fc"), ("fc_norm", "a norm over each state before fc")],
+)
+def test_a_norm_before_fc_that_the_configuration_does_not_have_is_found(world, recorded, norm, name):
+    settings = DraftSettings(norm_before_residual=False, norm_before_fc=False, norm_output=False)
+    config = draft_config(world.facts, settings, len(ids := seen_ids(world.texts)), world.facts.aux_layer_ids)
+    draft = Draft(replace(config, **{norm: True}))
+    draft.initialise(world.head, ids, seed=0)
+    learn_by_heart(draft, world.head, world.texts, steps=120)
+    assert found(world, changed(draft, **{norm: False}), of_ids(recorded, 0)) == name
+
+
+def test_a_rope_that_is_neither_the_drafts_nor_the_targets_is_found(world, recorded, plain):
+    scaled = changed(plain, rope_scaling={"rope_type": "linear", "factor": 50.0})
+    assert found(world, scaled, of_ids(recorded, 0)) == "the target's RoPE"
+    other_target = replace(world, facts=replace(world.facts, rope_theta=3.0))
+    assert found(other_target, changed(plain, rope_theta=2.0), of_ids(recorded, 0)) == "the default RoPE"
+
+
 def test_the_remedy_says_what_to_set(world, recorded, plain):
     named = cause(diagnose(changed(plain, norm_output=True), world.facts, of_ids(recorded, 0), STEPS))
     assert named is not None

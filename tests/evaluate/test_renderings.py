@@ -106,6 +106,24 @@ def test_a_draft_that_was_trained_on_the_runs_prompts_has_nothing_wrong(rendered
     assert {"BOS twice", "no BOS", "enable_thinking=False", "Vicuna chat template"} <= {trial.name for trial in trials}
 
 
+def test_each_rendering_is_what_serving_would_send(folder: Path) -> None:
+    """DeepSeek's and Kimi's switch, a template that the run had in the place of the tokenizer's, and a missing BOS."""
+    tokenizer, messages = AutoTokenizer.from_pretrained(folder), [{"role": "user", "content": "Why?"}]
+    given = (
+        "{% for m in messages %}Q: {{ m['content'] }}\nA:{% endfor %}{% if thinking | default(false) %} hm{% endif %}"
+    )
+    prompts = Prompts(tokenizer, given, {})
+    ids = prompts.ids("Q: Why?\nA:")
+    assert prompts.messages(ids) == messages
+    others = {rendering.name: rendering.prompt(ids) for rendering in renderings(prompts)}
+    own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert others["the tokenizer's own chat template"] == own
+    assert others["a BOS in front"] == [tokenizer.bos_token_id, *ids]
+    assert others["thinking=True"] == prompts.ids("Q: Why?\nA: hm")
+    assert others["no BOS"] is None
+    assert others["BOS twice"] is None
+
+
 def test_renderings_that_change_no_prompt_are_not_tried(rendered: World, prompts: Prompts) -> None:
     names = [trial.name for trial in trials_of(rendered, prompts, rendered.untrained)]
     assert "enable_thinking=True" not in names

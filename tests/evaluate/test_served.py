@@ -209,6 +209,8 @@ def test_where_an_engine_listens_while_it_is_measured_is_not_where_it_will_serve
     command = _side(plan, 0).command
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert not {"--port", "--api-key"} & set(command)
+    assert "--no-enable-prefix-caching" in command, "prompts are asked again: a cache would answer"
+    assert int(command[command.index("--max-num-seqs") + 1]) == max(plan.target_sizes)
 
 
 def test_an_sglang_that_is_not_installed_is_missed_before_anything_is_trained(plain_recipe_of):
