@@ -74,6 +74,21 @@ def test_what_is_no_draft_is_refused(draft):
         serve_folder(draft, [])
 
 
+@pytest.mark.parametrize(
+    ("file", "changes", "said"),
+    [
+        ("draftsmith.json", {"target": 7}, "draftsmith.json: target is not a mapping"),
+        ("config.json", {"speculators_config": 5}, "config.json: speculators_config is not a mapping"),
+        ("config.json", {"transformer_layer_config": [1]}, "config.json: transformer_layer_config is not a mapping"),
+    ],
+)
+def test_a_folder_whose_files_are_of_another_form_is_refused_by_name(draft, file, changes, said):
+    (draft / file).write_text(json.dumps(json.loads((draft / file).read_text()) | changes))
+    with pytest.raises(CheckpointError, match=said) as caught:
+        serve_folder(draft, [])
+    assert "fetch it again" in (caught.value.hint or "")
+
+
 def test_more_devices_than_divide_its_heads_are_refused(draft):
     with pytest.raises(RequestError, match="attention heads"):
         serve_folder(draft, ["serve.tensor_parallel_size=3"])

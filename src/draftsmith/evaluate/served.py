@@ -126,7 +126,7 @@ def _refuse_too_few_sequences(recipe: Recipe) -> None:
     needed = max(sizes_of_target_steps(recipe.evaluate.served.concurrency, _most_draft_tokens(recipe)))
     for name in ("max_num_seqs", "max_running_requests"):
         given = recipe.serve.engine_args.get(name)
-        if given is not None and recipe.evaluate.served.url is None and int(given) < needed:
+        if isinstance(given, int) and recipe.evaluate.served.url is None and given < needed:
             raise RequestError(
                 f"lets {given} sequences run at once, and a round of {_most_draft_tokens(recipe)} draft tokens at "
                 f"{max(recipe.evaluate.served.concurrency)} at once is measured by {needed}",

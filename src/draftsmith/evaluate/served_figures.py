@@ -80,10 +80,8 @@ def make_served(
 
 def refuse_more_than_evaluated(recipe: Recipe) -> None:
     """Raises RequestError if a K is to be served for which acceptance is not measured, nor a forecast made."""
-    most, evaluated = (
-        max(recipe.evaluate.served.num_speculative_tokens, default=0),
-        recipe.evaluate.num_speculative_tokens,
-    )
+    evaluated = recipe.evaluate.num_speculative_tokens
+    most = max(recipe.evaluate.served.num_speculative_tokens, default=0)
     if most > evaluated:
         raise RequestError(
             f"{most} draft tokens are to be served, and acceptance is measured with {evaluated}: there would be no "

@@ -14,6 +14,7 @@ from draftsmith.recipe import Recipe
 from draftsmith.serve import report_of
 
 CONFIG, MANIFEST = "config.json", "draftsmith.json"
+_GIVE = "give RUN/export/vllm, a published draft's folder, or a recipe"
 
 
 def serve_folder(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, dict[str, Any]]:
@@ -31,10 +32,11 @@ def serve_folder(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, dict[s
         raise CheckpointError(
             "is not a draft as an engine takes it",
             where=str(folder),
-            hint="give RUN/export/vllm, a published draft's folder, or a recipe",
+            hint=_GIVE,
         )
-    speculators = config.get("speculators_config") or {}
-    verifier, made_for = speculators.get("verifier") or {}, manifest.get("target") or {}
+    speculators = _section(config, "speculators_config", folder / CONFIG)
+    verifier = _section(speculators, "verifier", folder / CONFIG)
+    made_for = _section(manifest, "target", folder / MANIFEST)
     target = {"model": made_for.get("model") or verifier.get("name_or_path"), "revision": made_for.get("revision")}
     if any(override.startswith("target.model=") for override in overrides):
         target = {}
@@ -49,7 +51,8 @@ def serve_folder(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, dict[s
     proposals = [proposal.get("speculative_tokens") for proposal in speculators.get("proposal_methods") or []]
     said = (recipe.serve.num_speculative_tokens, manifest.get("num_speculative_tokens"), *proposals)
     draft_tokens = next((k for k in said if k), recipe.num_speculative_tokens)
-    heads = config.get("transformer_layer_config", config).get("num_attention_heads")
+    layer = _section(config, "transformer_layer_config", folder / CONFIG) or config
+    heads = layer.get("num_attention_heads")
     engine = ENGINES[recipe.serve.engine]
     if engine.NAME == "sglang" and "transformer_layer_config" in config:
         raise RequestError(
@@ -60,6 +63,13 @@ def serve_folder(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, dict[s
     return recipe, report_of(recipe, engine, None, folder, heads, draft_tokens, manifest.get("requires", []), [])
 
 
+def _section(of: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
+    section = of.get(name)
+    if section is not None and not isinstance(section, dict):
+        raise CheckpointError(f"{name} is not a mapping", where=str(file), hint="export it anew, or fetch it again")
+    return section or {}
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -67,10 +77,11 @@ def _read(file: Path) -> dict[str, Any]:
         raise CheckpointError(
             "holds no draft: there is no config.json",
             where=str(file.parent),
-            hint="give RUN/export/vllm, a published draft's folder, or a recipe",
+            hint=_GIVE,
         ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot be read: {error}", where=str(file)) from error
+        hint = "export it anew, or fetch it again"
+        raise CheckpointError(f"cannot be read: {error}", where=str(file), hint=hint) from error
     if not isinstance(data, dict):
-        raise CheckpointError("is not a mapping", where=str(file))
+        raise CheckpointError("is not a mapping", where=str(file), hint="export it anew, or fetch it again")
     return data
