@@ -146,8 +146,18 @@ def test_rows_are_gathered_and_put_back():
     assert torch.equal(moved[0].cpu(), states)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_scaled_by_a_factor_on_the_device(dtype):
+    x = torch.randn(3, 5000).to(dtype)
+    for factor in (1.0, 0.25):
+        found = on_device(x.clone(), torch.tensor(factor))
+        kernels.scale(*found)
+        assert_same(found[:1], [x * factor])
+
+
 def test_the_teachers_kernel_is_its_softmax_entropy_and_choice():
     expected = torch.randn(4, 9000) * 3
+    expected[0, [7, 8, 4100, 8199]] = 20.0  # a tie, as in bfloat16 they are: the first is the choice
     found = expected.to(DEVICE, copy=True)
     assert_same(kernels.teacher_rows(found), fast_loss.teacher_rows(expected))
     assert_same([found], [expected])
@@ -161,6 +171,7 @@ def test_the_loss_kernel_is_the_loss(kind, vocab):
     entropy, _ = fast_loss.teacher_rows(probs)
     mass, weight = torch.rand(4), torch.rand(3, 4)
     weight[0, 0] = 0
+    student[0, 0, [7, 8, -1]] = student[1, 2, [-2, -1]] = 9.0  # ties
     expected = student.clone()
     losses, best = fast_loss.loss_rows(expected, probs, entropy, mass, weight, kind)
     found, *inputs = on_device(student, probs, entropy, mass, weight)

@@ -225,7 +225,7 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, dloss: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, None]:
         dstates, dweight = ctx.dstates, ctx.dweight
         for gradient in (dstates, dweight):
-            torch._foreach_mul_([gradient], dloss.to(gradient.dtype))  # vectorised, which mul_ by a tensor is not
+            scale_(gradient, dloss)
         del ctx.dstates, ctx.dweight
         return dstates, dweight, None
 
@@ -304,3 +304,12 @@ def scatter_rows(packed: torch.Tensor, states: torch.Tensor, at: torch.Tensor) -
 
         return kernels.scatter_rows(packed, states, at)
     states[:, at] = packed.unflatten(0, (len(states), -1))
+
+
+def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
+    """x *= factor, of one number; both contiguous. After `loss.backward()` it is one."""
+    if x.is_cuda:
+        from draftsmith.draft import kernels
+
+        return kernels.scale(x, factor)
+    x.mul_(factor)

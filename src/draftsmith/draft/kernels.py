@@ -16,8 +16,8 @@ _LEAST_OVERLAP, _HYBRID_DECAY = tl.constexpr(LEAST_OVERLAP), tl.constexpr(HYBRID
 # How the kernels that take the most time are launched: the fastest that were tried on an H200 (decision 0006).
 ATTEND = {"COLUMNS": 64, "num_warps": 4, "num_stages": 3}
 QUERY_BACKWARD = {"COLUMNS": 64, "num_warps": 4, "num_stages": 2}
-KEY_BACKWARD = {"COLUMNS": 32, "num_warps": 4, "num_stages": 2}
-LOSS = {"BLOCK": 2048, "num_warps": 8}
+KEY_BACKWARD = {"COLUMNS": 32, "num_warps": 4, "num_stages": 3}
+LOSS = {"BLOCK": 4096, "num_warps": 16}
 BACKWARD_PROGRAMS = 264  # twice the multiprocessors of a Hopper GPU: each sums the weight gradient of its rows
 
 
@@ -302,12 +302,16 @@ def attend_backward(dout, query, keys, values, out, lse, blocks, dkeys, dvalues)
 
 
 @triton.jit
-def _tile(base, rows, slot_stride, dim, last, D: tl.constexpr):
-    """Rows of one head as [rows, D]; zeros from row `last` on."""
-    at = rows.to(tl.int64)[:, None] * slot_stride + dim[None, :]
-    if dim.shape[0] == D:
-        return tl.load(base + at, (rows < last)[:, None], 0.0)
-    return tl.load(base + at, (rows < last)[:, None] & (dim < D)[None, :], 0.0)
+def _tile(base, start, slot_stride, last, D: tl.constexpr, D_P: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr):
+    """ROWS slots of one head from slot `start` on, as [ROWS, D_P]; if MASKED, zeros from slot `last` on."""
+    row, dim = tl.arange(0, ROWS), tl.arange(0, D_P)
+    base += tl.cast(start, tl.int64) * slot_stride
+    at = row[:, None] * slot_stride + dim[None, :]
+    if MASKED:
+        return tl.load(base + at, (row < last - start)[:, None] & (dim < D)[None, :], 0.0)
+    if D == D_P:
+        return tl.load(base + at)
+    return tl.load(base + at, (dim < D)[None, :], 0.0)
 
 
 @triton.jit(do_not_specialize=["slots", "steps"])
@@ -323,7 +327,7 @@ def _attend(
     rows = start + tl.arange(0, BLOCK)
     keys += head // group * D
     values += head // group * D
-    q = _tile(query + head * D, rows, q_slot, dim, last, D)
+    q = _tile(query + head * D, start, q_slot, last, D, D_P, BLOCK, True)
     most = tl.full([BLOCK], -float("inf"), tl.float32)  # of scores in base 2
     total, merged = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, D_P], tl.float32)
     to_base_2 = scale * _LOG2_E
@@ -331,26 +335,27 @@ def _attend(
         begin = start if own else first
         end = tl.minimum(start + BLOCK, last) if own else start
         for column in range(begin, end, COLUMNS):
-            columns = column + tl.arange(0, COLUMNS)
-            score = tl.dot(q, tl.trans(_tile(keys, columns, kv_slot, dim, last, D))) * to_base_2
+            key = _tile(keys, column, kv_slot, last, D, D_P, COLUMNS, own == 1)
+            score = tl.dot(q, tl.trans(key)) * to_base_2
             if own:
+                columns = column + tl.arange(0, COLUMNS)
                 score = tl.where(columns[None, :] <= rows[:, None], score, -float("inf"))
             higher = tl.maximum(most, tl.max(score, 1))
             share, fade = tl.exp2(score - higher[:, None]), tl.exp2(most - higher)
             total = total * fade + tl.sum(share, 1)
             merged = merged * fade[:, None]
-            value = _tile(values, columns, kv_slot, dim, last, D)
+            value = _tile(values, column, kv_slot, last, D, D_P, COLUMNS, own == 1)
             merged = tl.dot(share.to(value.dtype), value, merged)
             most = higher
     for _ in range(1, steps):
         keys += kv_step
         values += kv_step
-        key = _tile(keys, rows, kv_slot, dim, last, D).to(tl.float32)
+        key = _tile(keys, start, kv_slot, last, D, D_P, BLOCK, True).to(tl.float32)
         score = tl.sum(q.to(tl.float32) * key, 1) * to_base_2
         higher = tl.maximum(most, score)
         share, fade = tl.exp2(score - higher), tl.exp2(most - higher)
         total = total * fade + share
-        value = _tile(values, rows, kv_slot, dim, last, D).to(tl.float32)
+        value = _tile(values, start, kv_slot, last, D, D_P, BLOCK, True).to(tl.float32)
         merged = merged * fade[:, None] + share[:, None] * value
         most = higher
     at = (rows.to(tl.int64)[:, None] * heads + head) * D + dim[None, :]
@@ -409,8 +414,8 @@ def _query_backward(
     keys += head // group * D
     values += head // group * D
     lse_at = head.to(tl.int64) * slots + rows
-    q = _tile(query + head * D, rows, q_slot, dim, last, D)
-    do = _tile(dout + head * D, rows, heads * D, dim, last, D)
+    q = _tile(query + head * D, start, q_slot, last, D, D_P, BLOCK, True)
+    do = _tile(dout + head * D, start, heads * D, last, D, D_P, BLOCK, True)
     total = tl.load(lse + lse_at, rows < last, 0.0) * _LOG2_E
     mean = tl.load(means + lse_at, rows < last, 0.0)
     dq = tl.zeros([BLOCK, D_P], tl.float32)
@@ -418,13 +423,13 @@ def _query_backward(
         begin = start if own else first
         end = tl.minimum(start + BLOCK, last) if own else start
         for column in range(begin, end, COLUMNS):
-            columns = column + tl.arange(0, COLUMNS)
-            key = _tile(keys, columns, kv_slot, dim, last, D)
+            key = _tile(keys, column, kv_slot, last, D, D_P, COLUMNS, own == 1)
             weight = tl.exp2(tl.dot(q, tl.trans(key)) * (scale * _LOG2_E) - total[:, None])
             if own:
+                columns = column + tl.arange(0, COLUMNS)
                 weight = tl.where(columns[None, :] <= rows[:, None], weight, 0.0)
-            dweight = tl.dot(do, tl.trans(_tile(values, columns, kv_slot, dim, last, D)))
-            dscore = weight * (dweight - mean[:, None])
+            value = _tile(values, column, kv_slot, last, D, D_P, COLUMNS, own == 1)
+            dscore = weight * (tl.dot(do, tl.trans(value)) - mean[:, None])
             dq = tl.dot(dscore.to(key.dtype), key, dq)
     at = (rows.to(tl.int64)[:, None] * heads + head) * D + dim[None, :]
     on = (rows < last)[:, None] & (dim < D)[None, :]
@@ -442,22 +447,31 @@ def _key_backward(
     if start >= last:
         return
     rows = start + tl.arange(0, BLOCK)
-    key = _tile(keys + kv_head * D, rows, kv_slot, dim, last, D)
-    value = _tile(values + kv_head * D, rows, kv_slot, dim, last, D)
+    key = _tile(keys + kv_head * D, start, kv_slot, last, D, D_P, BLOCK, True)
+    value = _tile(values + kv_head * D, start, kv_slot, last, D, D_P, BLOCK, True)
     dkey, dvalue = tl.zeros([BLOCK, D_P], tl.float32), tl.zeros([BLOCK, D_P], tl.float32)
+    own = tl.cdiv(tl.minimum(BLOCK, last - start), COLUMNS)
+    after = tl.maximum(last - start - BLOCK, 0) // COLUMNS
+    tail = start + BLOCK + after * COLUMNS
+    edges = own + (tail < last).to(tl.int32)
     for head in range(kv_head * group, kv_head * group + group):
-        for own in tl.static_range(2):  # slots of the document after the block, then the block's own: who sees its keys
-            begin = start if own else start + BLOCK
-            end = tl.minimum(start + BLOCK, last) if own else last
-            for column in range(begin, end, COLUMNS):
+        # Who sees these keys: whole columns of slots after the block, then what needs a mask, its own and the last.
+        for edge in tl.static_range(2):
+            for i in range(0, edges if edge else after):
+                column = start + BLOCK + i * COLUMNS
+                if edge:
+                    column = tl.where(i < own, start + i * COLUMNS, tail)
                 columns = column + tl.arange(0, COLUMNS)
                 at = columns + slots.to(tl.int64) * head
-                total = tl.load(lse + at, columns < last, float("inf")) * _LOG2_E
-                mean = tl.load(means + at, columns < last, 0.0)
-                q = _tile(query + head * D, columns, q_slot, dim, last, D)
-                do = _tile(dout + head * D, columns, heads * D, dim, last, D)
+                if edge:
+                    total = tl.load(lse + at, columns < last, float("inf")) * _LOG2_E
+                    mean = tl.load(means + at, columns < last, 0.0)
+                else:
+                    total, mean = tl.load(lse + at) * _LOG2_E, tl.load(means + at)
+                q = _tile(query + head * D, column, q_slot, last, D, D_P, COLUMNS, edge == 1)
+                do = _tile(dout + head * D, column, heads * D, last, D, D_P, COLUMNS, edge == 1)
                 weight = tl.exp2(tl.dot(key, tl.trans(q)) * (scale * _LOG2_E) - total[None, :])
-                if own:
+                if edge:
                     weight = tl.where(columns[None, :] >= rows[:, None], weight, 0.0)
                 dvalue = tl.dot(weight.to(do.dtype), do, dvalue)
                 dscore = weight * (tl.dot(value, tl.trans(do)) - mean[None, :])
@@ -522,34 +536,62 @@ def loss_rows(student, probs, entropy, mass, weight, kind):
     return loss, best
 
 
+_LEAST_LOGIT = tl.constexpr(-1e30)  # in place of -inf, of which differences are no numbers
+
+
+SCALE_BLOCK = 8192
+
+
+def scale(x, factor):
+    """`fast_loss.scale_`, which neither reads nor writes where the factor is one."""
+    _scale[(triton.cdiv(x.numel(), SCALE_BLOCK),)](x, factor, x.numel(), BLOCK=SCALE_BLOCK, num_warps=8)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _scale(x, factor, size, BLOCK: tl.constexpr):
+    by = tl.load(factor).to(tl.float32)
+    if by == 1.0:
+        return
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + at, tl.load(x + at, at < size, 0.0).to(tl.float32) * by, at < size)
+
+
 @triton.jit
 def _exp(x):
     return tl.exp2(x * _LOG2_E)
 
 
 @triton.jit
+def _of_lanes(most, best, sums, others):
+    """One row's maximum, where it is first, and sums relative to it, from those of each lane relative to its own."""
+    top = tl.max(most, 0)
+    fade = _exp(most - top)
+    first = tl.min(tl.where(most == top, best, 2147483647), 0)
+    return top, first, tl.sum(sums * fade, 0), tl.sum(others * fade, 0)
+
+
+@triton.jit
 def _teacher_rows(logits, entropies, bests, vocab, BLOCK: tl.constexpr):
     row, lane = tl.program_id(0), tl.arange(0, BLOCK)
     logits += row.to(tl.int64) * vocab
-    most, best = -float("inf"), 0
+    most, best = tl.full([BLOCK], _LEAST_LOGIT, tl.float32), tl.zeros([BLOCK], tl.int32)
     sums, weighted = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)  # Σ exp z, Σ z exp z
     for start in range(0, vocab, BLOCK):
         on = start + lane < vocab
         z = tl.load(logits + start + lane, on, -float("inf")).to(tl.float32)
-        high, at = tl.max(z, 0, return_indices=True)
-        best = tl.where(high > most, start + at, best)
-        higher = tl.maximum(most, high)
-        fade, share = _exp(most - higher), _exp(z - higher)
-        sums = sums * fade + share
-        weighted = weighted * fade + tl.where(on, share * z, 0.0)
-        most = higher
-    total = tl.sum(sums, 0)
+        faded = _exp(-tl.abs(z - most))
+        more = z > most
+        sums = tl.where(more, sums * faded + 1.0, sums + faded)
+        shared = tl.where(on, z, 0.0)
+        weighted = tl.where(more, weighted * faded + shared, weighted + faded * shared)
+        most, best = tl.where(more, z, most), tl.where(more, start + lane, best)
+    most, best, total, weighted = _of_lanes(most, best, sums, weighted)
     lse = most + tl.log(total)
     for start in range(0, vocab, BLOCK):
         on = start + lane < vocab
         z = tl.load(logits + start + lane, on, -float("inf")).to(tl.float32)
         tl.store(logits + start + lane, _exp(z - lse), on)
-    tl.store(entropies + row, lse - tl.sum(weighted, 0) / total)
+    tl.store(entropies + row, lse - weighted / total)
     tl.store(bests + row, best.to(tl.int64))
 
 
@@ -565,19 +607,19 @@ def _loss_rows(
     probs += row.to(tl.int64) * vocab
     weight, lane = tl.load(weights + at), tl.arange(0, BLOCK)
 
-    most, best = -float("inf"), 0
+    most, best = tl.full([BLOCK], _LEAST_LOGIT, tl.float32), tl.zeros([BLOCK], tl.int32)
     sums, product = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)  # Σ exp z, Σ p z
     for start in range(0, vocab, BLOCK):
         on = start + lane < vocab
         z = tl.load(student + start + lane, on, -float("inf")).to(tl.float32)
         p = tl.load(probs + start + lane, on, 0.0).to(tl.float32)
         product += tl.where(on, p * z, 0.0)
-        high, where = tl.max(z, 0, return_indices=True)
-        best = tl.where(high > most, start + where, best)
-        higher = tl.maximum(most, high)
-        sums = sums * _exp(most - higher) + _exp(z - higher)
-        most = higher
-    lse = most + tl.log(tl.sum(sums, 0))
+        faded = _exp(-tl.abs(z - most))
+        more = z > most
+        sums = tl.where(more, sums * faded + 1.0, sums + faded)
+        most, best = tl.where(more, z, most), tl.where(more, start + lane, best)
+    most, best, total, _ = _of_lanes(most, best, sums, sums)
+    lse = most + tl.log(total)
     loss = lse - tl.sum(product, 0)
     tl.store(bests + at, best.to(tl.int64))
 
