@@ -104,14 +104,23 @@ def test_a_stop_request_leaves_a_checkpoint_that_training_resumes_from(tmp_path,
         return step(batch, number)
 
     monkeypatch.setattr(trainer, "train_step", stop_in_step_two)
-    with pytest.raises(Interrupted, match="nothing is lost"):
+    with pytest.raises(Interrupted, match="nothing is lost") as stopped:
         trainer.train()
+    assert f"after step 2 of {trainer.total_steps}, whose checkpoint is on disk" in str(stopped.value)
+    assert "the same command" in str(stopped.value)
     monkeypatch.setattr(signals, "_requested", False)
     assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["step-00000002"]
     resumed, whole = (make_trainer(folder, tiny_target, store) for folder in (tmp_path, tmp_path / "whole"))
     resumed.train()
     whole.train()
     assert_same_bits(weights(resumed), weights(whole))
+
+
+def test_a_stop_before_the_first_step_promises_no_checkpoint(tmp_path, tiny_target, store, monkeypatch):
+    monkeypatch.setattr(signals, "_requested", True)
+    with pytest.raises(Interrupted, match="before the first step; nothing is lost"):
+        make_trainer(tmp_path, tiny_target, store).train()
+    assert checkpoints_in(tmp_path / "checkpoints") == []
 
 
 class Clock:
