@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from draftsmith import recipe, signals
+from draftsmith import progress, recipe, signals
 from draftsmith.draft.loss import teacher_of
 from draftsmith.errors import CheckFailed, CheckpointError, DataError, Interrupted
 from draftsmith.train import speed
@@ -144,6 +144,7 @@ def test_speed_and_waiting_are_of_training_and_not_of_validations_and_checkpoint
 ):
     clock = Clock()
     monkeypatch.setattr(speed, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
     settings = {"validate_every_steps": 2, "checkpoint_every_steps": 3, "log_every_steps": 6}
     trainer = make_trainer(tmp_path, tiny_target, store, **settings)
     batches = [*trainer._work(0)]
@@ -157,6 +158,7 @@ def test_speed_and_waiting_are_of_training_and_not_of_validations_and_checkpoint
     trainer.train()
     (line,) = (line for line in read_metrics(tmp_path) if line["split"] == "train")
     assert line["data_wait_share"] == 6 / 24
+    assert line["steps_per_second"] == 6 / 24
     assert line["tokens_per_second"] == sum(batch.tokens for batch in batches) / 24
 
 

@@ -131,6 +131,7 @@ class Trainer:
                 log.add("validation", first, self.validate())
             before, shown, work = None, dict[str, float | None](), self._work(first)
             self.speed.take()  # nothing so far was training
+            bar.restart()
             for step in range(first, self.total_steps):
                 batch = self._next(work, saver)
                 if batch is None:
@@ -139,19 +140,19 @@ class Trainer:
                 if before is not None:  # read while the device works on the next step
                     shown |= self._read(before)
                 before, done_steps = after, step + 1
+                bar.advance(1, _note(shown))
                 if self._is_logged(done_steps):
                     shown |= self._read(before) | self._speed() | {"learning_rate": self._rate(step)}
                     log.add("train", done_steps, shown | {"tokens": batch.tokens, "steps_per_second": bar.rate})
-                bar.advance(1, _note(shown))
                 if self._is_saved(done_steps):
                     shown |= self._read(before)  # raises rather than save what a broken step left
-                    with self.speed.paused():
+                    with self.speed.paused(), bar.paused():
                         saver.save(done_steps, self.learner)
                     saved = done_steps
                     self.record("checkpoint", step=done_steps, **shown)
                 if self._is_validated(done_steps):
                     self._read(before)
-                    with self.speed.paused():
+                    with self.speed.paused(), bar.paused():
                         saver.wait()  # what ends the process in here loses no step that was saved
                         log.add("validation", done_steps, self.validate())
             if saved < self.total_steps:
