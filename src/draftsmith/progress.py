@@ -33,6 +33,13 @@ class Progress:
         """Begin to count seconds and rate: so far, things were made ready."""
         self.started_at, self.start = self.done, time.monotonic()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time in the block out of seconds and rate."""
+        start = time.monotonic()
+        yield
+        self.start += time.monotonic() - start
+
     def advance(self, amount: int, note: str = "") -> None:
         self.done += amount
         self._redraw(note)

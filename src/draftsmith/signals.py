@@ -58,9 +58,10 @@ def check_stop(where: str) -> None:
         raise interrupted(where)
 
 
-def interrupted(where: str) -> Interrupted:
+def interrupted(where: str, when: str = "") -> Interrupted:
+    """The error of a stop. Args: when: how far the work had come, to follow on "stopped on request"."""
     return Interrupted(
-        "stopped on request; nothing is lost",
+        f"stopped on request{when and ' ' + when}; nothing is lost",
         where=where,
         hint="the same command, without --redo, goes on from here",
     )

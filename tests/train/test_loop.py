@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from draftsmith import recipe, signals
+from draftsmith import progress, recipe, signals
 from draftsmith.draft.loss import teacher_of
 from draftsmith.errors import CheckFailed, CheckpointError, DataError, Interrupted
 from draftsmith.train import speed
@@ -104,14 +104,23 @@ def test_a_stop_request_leaves_a_checkpoint_that_training_resumes_from(tmp_path,
         return step(batch, number)
 
     monkeypatch.setattr(trainer, "train_step", stop_in_step_two)
-    with pytest.raises(Interrupted, match="nothing is lost"):
+    with pytest.raises(Interrupted, match="nothing is lost") as stopped:
         trainer.train()
+    assert f"after step 2 of {trainer.total_steps}, whose checkpoint is on disk" in str(stopped.value)
+    assert "the same command" in str(stopped.value)
     monkeypatch.setattr(signals, "_requested", False)
     assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["step-00000002"]
     resumed, whole = (make_trainer(folder, tiny_target, store) for folder in (tmp_path, tmp_path / "whole"))
     resumed.train()
     whole.train()
     assert_same_bits(weights(resumed), weights(whole))
+
+
+def test_a_stop_before_the_first_step_promises_no_checkpoint(tmp_path, tiny_target, store, monkeypatch):
+    monkeypatch.setattr(signals, "_requested", True)
+    with pytest.raises(Interrupted, match="before the first step; nothing is lost"):
+        make_trainer(tmp_path, tiny_target, store).train()
+    assert checkpoints_in(tmp_path / "checkpoints") == []
 
 
 class Clock:
@@ -135,6 +144,7 @@ def test_speed_and_waiting_are_of_training_and_not_of_validations_and_checkpoint
 ):
     clock = Clock()
     monkeypatch.setattr(speed, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
     settings = {"validate_every_steps": 2, "checkpoint_every_steps": 3, "log_every_steps": 6}
     trainer = make_trainer(tmp_path, tiny_target, store, **settings)
     batches = [*trainer._work(0)]
@@ -148,6 +158,7 @@ def test_speed_and_waiting_are_of_training_and_not_of_validations_and_checkpoint
     trainer.train()
     (line,) = (line for line in read_metrics(tmp_path) if line["split"] == "train")
     assert line["data_wait_share"] == 6 / 24
+    assert line["steps_per_second"] == 6 / 24
     assert line["tokens_per_second"] == sum(batch.tokens for batch in batches) / 24
 
 

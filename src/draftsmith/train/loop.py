@@ -131,27 +131,28 @@ class Trainer:
                 log.add("validation", first, self.validate())
             before, shown, work = None, dict[str, float | None](), self._work(first)
             self.speed.take()  # nothing so far was training
+            bar.restart()
             for step in range(first, self.total_steps):
                 batch = self._next(work, saver)
                 if batch is None:
-                    self._stop(saver, before, step if saved < step else None)
+                    self._stop(saver, before, step, saved)
                 after = Unread(self.train_step(batch, step), batch)
                 if before is not None:  # read while the device works on the next step
                     shown |= self._read(before)
                 before, done_steps = after, step + 1
+                bar.advance(1, _note(shown))
                 if self._is_logged(done_steps):
                     shown |= self._read(before) | self._speed() | {"learning_rate": self._rate(step)}
                     log.add("train", done_steps, shown | {"tokens": batch.tokens, "steps_per_second": bar.rate})
-                bar.advance(1, _note(shown))
                 if self._is_saved(done_steps):
                     shown |= self._read(before)  # raises rather than save what a broken step left
-                    with self.speed.paused():
+                    with self.speed.paused(), bar.paused():
                         saver.save(done_steps, self.learner)
                     saved = done_steps
                     self.record("checkpoint", step=done_steps, **shown)
                 if self._is_validated(done_steps):
                     self._read(before)
-                    with self.speed.paused():
+                    with self.speed.paused(), bar.paused():
                         saver.wait()  # what ends the process in here loses no step that was saved
                         log.add("validation", done_steps, self.validate())
             if saved < self.total_steps:
@@ -182,15 +183,16 @@ class Trainer:
             raise
         return None if self.ranks.agree(STOP if stop_requested() else GO) == STOP else batch
 
-    def _stop(self, saver: CheckpointWriter, last: Unread | None, unsaved: int | None) -> NoReturn:
+    def _stop(self, saver: CheckpointWriter, last: Unread | None, done_steps: int, saved: int) -> NoReturn:
         """Leave together, with everything on disk: who left early would have torchrun end the others."""
-        if unsaved is not None:
+        if saved < done_steps:
             if last is not None:
                 self._read(last)
-            saver.save(unsaved, self.learner)
+            saver.save(done_steps, self.learner)
         saver.wait()
         self.ranks.wait_for_all()
-        raise interrupted("train")
+        when = f"after step {done_steps} of {self.total_steps}, whose checkpoint is on disk"
+        raise interrupted("train", when if done_steps else "before the first step")
 
     def _read(self, step: Unread) -> dict[str, float | None]:
         """Wait for a step; its figures, which count towards the speed once."""
