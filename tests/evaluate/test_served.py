@@ -125,7 +125,9 @@ def test_more_draft_tokens_than_acceptance_is_measured_with_are_refused_before_a
     for begin in (lambda: check_served(recipe), lambda: run(recipe, paths), lambda: run_all(recipe)):
         with pytest.raises(RequestError, match=rf"{K + 1} draft tokens are to be served.*with {K}:") as caught:
             begin()
-        assert f"evaluate.num_speculative_tokens={K + 1}" in (caught.value.hint or "")
+        assert f"`draftsmith evaluate RECIPE evaluate.num_speculative_tokens={K + 1} --redo` deletes" in str(
+            caught.value.hint
+        )
     assert not paths.stage("evaluate").exists()
     assert not paths.events.exists()
 
