@@ -390,11 +390,22 @@ def test_every_command_on_the_page_is_one(finished):
         assert recipes.load(shlex.split(code)[2]).folder == finished.resolve()
 
 
-def test_each_stage_has_its_machine_and_versions_on_record(finished):
-    section = page_of(finished).by_id("machine")
-    for stage in SHOWN:
-        record = load(finished / stage / "stage.json")
-        version, machine, packages = cells(section, stage)
+def test_stages_have_their_machine_and_versions_on_record_and_those_on_the_same_share_a_row(finished, copy):
+    whole = page_of(finished).by_id("machine")
+    assert len(whole.all("tr")) == 2
+    other = load(copy / "train/stage.json")
+    other["machine"]["cpus"] += 1
+    (copy / "train/stage.json").write_text(json.dumps(other))
+    parted = page_of(copy).by_id("machine")
+    assert len(parted.all("tr")) == 4
+    for run, section, row in (
+        (finished, whole, ", ".join(SHOWN)),
+        (copy, parted, "probe, prepare, extract"),
+        (copy, parted, "train"),
+        (copy, parted, "evaluate, export, serve"),
+    ):
+        record = load(run / row.split(", ")[0] / "stage.json")
+        version, machine, packages = cells(section, row)
         assert version == record["version"]
         assert f"{record['machine']['cpus']} × {record['machine']['processor']}" in machine
         assert f"torch {record['machine']['packages']['torch']}" in packages
