@@ -92,6 +92,7 @@ def test_the_evaluation_says_what_the_contract_promises(finished):
         ("train", "train.learning_rate=0.5", "train.learning_rate: 0.0001 → 0.5"),
         ("extract", "extract.codec=bf16", "extract.codec: fp32 → bf16"),
         ("prepare", "seed=3", "seed: 0 → 3"),
+        ("evaluate", "evaluate.num_speculative_tokens=5", "evaluate.num_speculative_tokens: "),
     ],
 )
 def test_other_settings_are_refused_by_name_and_nothing_is_touched(finished, stage, override, says):
@@ -99,7 +100,9 @@ def test_other_settings_are_refused_by_name_and_nothing_is_touched(finished, sta
     done = draftsmith(stage, "recipe.yaml", override, cwd=finished)
     assert done.returncode == 2
     assert says in done.stderr
-    assert "--redo" in done.stderr
+    assert f"`draftsmith {stage} RECIPE --redo`, with the same settings, deletes" in done.stderr, "not of every stage"
+    seconds = json.loads((finished / "runs/tiny" / stage / "stage.json").read_text())["report"]["seconds"]
+    assert f"of which the last {seconds:,.0f} s of work" in done.stderr
     assert files == {path: path.stat().st_mtime_ns for path in files}
 
 

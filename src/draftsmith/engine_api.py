@@ -122,5 +122,7 @@ class Engine(Protocol):
     def likeliest(self, url: str, model: str, ids: list[int]) -> dict[int, float]:
         """The target's likeliest next tokens after a text, with their log-probabilities."""
 
-    def complete(self, url: str, model: str, text: str, max_tokens: int) -> tuple[str, EngineCounters]:
+    def complete(
+        self, url: str, model: str, text: str, max_tokens: int, api_key: str | None = None
+    ) -> tuple[str, EngineCounters]:
         """How a text goes on, at temperature 0, and what was counted meanwhile."""

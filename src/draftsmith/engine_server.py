@@ -36,10 +36,15 @@ _OWN_MACHINE = re.compile(r"https?://(localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\])
 _NOBODY_THERE = (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL)
 
 
-def ask(url: str, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = 300.0) -> httpx.Response:
+def ask(
+    url: str, method: str, path: str, body: dict[str, Any] | None = None, api_key: str | None = None
+) -> httpx.Response:
     """One request. Raises EngineError if there is no good answer."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
     try:
-        response = httpx.request(method, url + path, json=body, timeout=timeout, verify=tls(), trust_env=is_remote(url))
+        response = httpx.request(
+            method, url + path, json=body, headers=headers, timeout=300.0, verify=tls(), trust_env=is_remote(url)
+        )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         hint = "is an engine running, and is that its address?" if isinstance(error, _NOBODY_THERE) else None
         raise EngineError(f"{type(error).__name__} {error}".strip(), where=url + path, hint=hint) from error

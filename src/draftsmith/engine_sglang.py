@@ -174,7 +174,9 @@ def likeliest(url: str, model: str, ids: list[int]) -> dict[int, float]:
     return {token: logprob for logprob, token, _ in found}
 
 
-def complete(url: str, model: str, text: str, max_tokens: int) -> tuple[str, EngineCounters]:
+def complete(
+    url: str, model: str, text: str, max_tokens: int, api_key: str | None = None
+) -> tuple[str, EngineCounters]:
     parameters = {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    answer = ask(url, "POST", STREAM_PATH, {"text": text, "sampling_params": parameters}).json()
+    answer = ask(url, "POST", STREAM_PATH, {"text": text, "sampling_params": parameters}, api_key).json()
     return answer["text"], counters_of(answer["meta_info"], 0.0, url)

@@ -157,8 +157,10 @@ def likeliest(url: str, model: str, ids: list[int]) -> dict[int, float]:
     return {int(token.removeprefix("token_id:")): logprob for token, logprob in found.items()}
 
 
-def complete(url: str, model: str, text: str, max_tokens: int) -> tuple[str, EngineCounters]:
+def complete(
+    url: str, model: str, text: str, max_tokens: int, api_key: str | None = None
+) -> tuple[str, EngineCounters]:
     counted = counting(url)
     body = {"model": model, "prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    answer = ask(url, "POST", STREAM_PATH, body).json()
+    answer = ask(url, "POST", STREAM_PATH, body, api_key).json()
     return answer["choices"][0]["text"], counted([])

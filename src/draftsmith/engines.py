@@ -46,7 +46,7 @@ def name_of(served: dict[str, Any]) -> str:
     return f"{title} {served.get('engine_version') or ''}".strip()
 
 
-def served_model(engine: Engine, url: str, setting: str) -> str:
+def served_model(engine: Engine, url: str, setting: str, api_key: str | None = None) -> str:
     """Name of the first model of a server.
 
     Args:
@@ -56,7 +56,7 @@ def served_model(engine: Engine, url: str, setting: str) -> str:
         RequestError: it is another engine's.
         EngineError: it does not answer, or has none.
     """
-    models = ask(url, "GET", "/v1/models").json().get("data") or []
+    models = ask(url, "GET", "/v1/models", api_key=api_key).json().get("data") or []
     if not models:
         raise EngineError("lists no model", where=f"{url}/v1/models")
     owner = models[0].get("owned_by")

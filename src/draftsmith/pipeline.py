@@ -129,7 +129,8 @@ def _run_alone(
                 f"{'other settings or inputs' if len(differing) > 1 else 'another setting or input'}: "
                 + "; ".join(differing),
                 where=stage,
-                hint="restore them, use another run_dir, or give --redo to delete this stage's results and do it again",
+                hint=f"restore them, or use another run_dir; `draftsmith {stage} RECIPE --redo`, with the same "
+                f"settings, deletes all that this stage left{_took(state)} and does it again",
             )
         _refuse_damage(stage, stage, paths)
         if state["status"] == "done" and not _goes_on(stage, recipe):
@@ -161,6 +162,11 @@ def _run_alone(
     write_json(paths.stage_file(stage), done)
     append_event(paths, stage, "done", seconds=seconds)
     return report
+
+
+def _took(state: dict[str, Any]) -> str:
+    seconds = state["report"].get("seconds") if state["status"] == "done" else None
+    return "" if seconds is None else f", of which the last {seconds:,.0f} s of work"
 
 
 def _came_of_it(paths: RunPaths, stage: str) -> bool:

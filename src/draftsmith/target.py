@@ -197,6 +197,17 @@ class TargetHead(nn.Module):
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
+def take_long_factors(model: Any) -> None:
+    """Make a model of transformers take the long factors of LongRoPE for every length."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            beyond = module.config.rope_parameters["original_max_position_embeddings"] + 1
+            module.inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, module.inv_freq.device, seq_len=beyond)
+            module.original_inv_freq = module.inv_freq
+
+
 def load_head(facts: TargetFacts, device: torch.device, dtype: torch.dtype) -> TargetHead:
     """Read embedding, final norm and lm_head from the target's weight files.
 

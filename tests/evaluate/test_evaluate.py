@@ -5,16 +5,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from draftsmith.draft.files import save_draft
 from draftsmith.draft.model import Draft
 from draftsmith.errors import CheckFailed, CheckpointError, DataError, StoreError
 from draftsmith.evaluate import run
-from draftsmith.evaluate.held_out import choose_prompts, open_held_out
+from draftsmith.evaluate.held_out import choose_prompts, open_held_out, open_target
 from draftsmith.evaluate.rounds import round_starts
 from draftsmith.evaluate.speculate import speculative_decode
 from draftsmith.rundir import RunPaths
-from tests.evaluate.builders import ANSWER_TOKENS, PROMPT_TOKENS, PROMPTS, STEPS, World, build_run, make_recipe
+from tests.evaluate.builders import (
+    ANSWER_TOKENS,
+    PROMPT_TOKENS,
+    PROMPTS,
+    STEPS,
+    World,
+    build_run,
+    build_world,
+    make_prompts,
+    make_recipe,
+)
+from tests.extract import scale
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +215,18 @@ def test_fewer_prompts_than_wanted_is_said(world: World, tmp_path: Path) -> None
     paths = build_run(world, tmp_path)
     report = run(make_recipe(paths, prompts=9, max_new_tokens=4), paths)
     assert any("9 prompts were wanted" in line for line in report["summary"])
+
+
+@pytest.mark.parametrize("factors", ["short", "long"])
+def test_a_target_with_longrope_decodes_with_the_factors_that_its_states_are_of(tmp_path: Path, factors: str) -> None:
+    original = 128
+    world = build_world(scale.phi3(tmp_path / "phi3", original), training_steps=0, prompts=2)
+    paths = build_run(world, tmp_path / "run", rope_factors=factors)
+    held_out = open_held_out(make_recipe(paths), paths)
+    text = [token for prompt in make_prompts(prompts=20) for token in prompt][: original + 20]
+    short = text[:40]  # transformers takes the factors by the whole text
+    _, aux = open_target(held_out, held_out.store.manifest.aux_layer_ids).read(short, keep=1, cached=False)
+    _, of_short = world.target.read(short, keep=1, cached=False)
+    _, of_long = world.target.read(text, keep=1, cached=False)
+    assert not torch.allclose(of_short, of_long[:40], rtol=1e-2)
+    torch.testing.assert_close(aux, of_short if factors == "short" else of_long[:40], rtol=1e-4, atol=1e-4)

@@ -145,7 +145,19 @@ def test_each_round_starts_after_the_accepted_tokens_and_the_bonus() -> None:
 
 @pytest.mark.parametrize(("early", "told"), [([0] * 64, True), ([2] * 22, False)])
 def test_a_draft_that_accepts_less_where_answers_begin_is_said_to(early: list[int], told: bool) -> None:
-    found = summarise("recorded trained", [text([*early, *[2] * 20])], num_speculative_tokens=2, seed=0)
+    lines = summary_of([*early, *[2] * 20])
+    assert ("; 1.00 within the first 64 tokens of an answer" in lines[0]) is told
+
+
+@pytest.mark.parametrize(("taken", "told"), [(29, ["29.0%"]), (30, []), (0, ["0.0%"])])
+def test_a_draft_that_accepts_little_is_told_once_how_to_find_out_why(taken: int, told: list[str]) -> None:
+    lines = [line for line in summary_of([1] * taken + [0] * (100 - taken)) if "--why" in line]
+    assert len(lines) == len(told)
+    assert all(share in line for line, share in zip(lines, told, strict=True))
+
+
+def summary_of(accepted: list[int]) -> list[str]:
+    found = summarise("recorded trained", [text(accepted)], num_speculative_tokens=2, seed=0)
     report = {
         "num_speculative_tokens": 2,
         "prompt_sets": [{"name": found.name, "method": "recorded", "at_temperature": None} | found.to_json()],
@@ -155,4 +167,4 @@ def test_a_draft_that_accepts_less_where_answers_begin_is_said_to(early: list[in
         "target_dtype": "float32",
         "store_dtype": "float32",
     }
-    assert ("; 1.00 within the first 64 tokens of an answer" in summary_lines(report)[0]) is told
+    return summary_lines(report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from draftsmith import engine_vllm, export
 from draftsmith.errors import CheckFailed, EngineError, MissingExtraError, MissingInputError, RequestError
 from draftsmith.evaluate import run
-from draftsmith.evaluate.served import _side, check_served, make_plan
+from draftsmith.evaluate.served import WARM_UP_TOKENS, _side, check_served, make_plan
 from draftsmith.pipeline import run_all
 from draftsmith.recipe import Recipe
 from draftsmith.rundir import RunPaths, write_json
@@ -69,6 +69,33 @@ def test_running_engines_are_measured_and_the_other_figures_stay(recipe_of):
     assert len([line for line in report["summary"] if "tokens/s against" in line]) == len(CONCURRENCY)
 
 
+class ColdEngine(Engine):
+    """Its first request takes a thousand steps more, as a kernel's compilation would."""
+
+    def rounds(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with self.lock:
+            self.steps += 0 if self.bodies else 1000
+        yield from super().rounds(body)
+
+
+def test_an_engine_is_warmed_up_first_and_what_that_costs_is_in_no_figure(recipe_of):
+    tokens = WARM_UP_TOKENS + 4
+    cold = ColdEngine(drafting=False), ColdEngine()
+    with serving(cold[0]) as alone, serving(cold[1]) as drafting:
+        recipe, paths = recipe_of(url=drafting, baseline_url=alone, max_tokens=tokens)
+        report = run(recipe, paths)
+    for engine, most in zip(cold, (max(CONCURRENCY) * (K + 1), max(CONCURRENCY)), strict=True):
+        asked = [body["max_tokens"] for body in engine.bodies]
+        assert asked[: 1 + most] == [WARM_UP_TOKENS] * (1 + most), "one alone, then as many as will be asked at once"
+        assert WARM_UP_TOKENS not in asked[1 + most :]
+    assert report["step_costs"]["target_seconds"] == pytest.approx({"1": 0.25, "3": 0.25, "9": 0.25})
+    assert report["step_costs"]["draft_seconds"] == pytest.approx({"1": 0.0, "3": 0.0})
+    lines = map(json.loads, (paths.stage("evaluate") / "served.jsonl").read_text().splitlines())
+    repeats = [one for line in lines for one in line["result"].get("repeats", [])]
+    assert len(repeats) == 2 * len(CONCURRENCY) * REPEATS
+    assert {one["drafts"] / one["tokens"] for one in repeats} == {0.0, 0.5}, "a round of this engine is two tokens"
+
+
 def test_what_was_measured_before_a_failure_is_not_measured_again(recipe_of):
     first, second = Engine(drafting=False), Engine(drafting=False)
     with serving(first) as alone, pytest.raises(EngineError, match="ConnectError"):
@@ -98,7 +125,9 @@ def test_more_draft_tokens_than_acceptance_is_measured_with_are_refused_before_a
     for begin in (lambda: check_served(recipe), lambda: run(recipe, paths), lambda: run_all(recipe)):
         with pytest.raises(RequestError, match=rf"{K + 1} draft tokens are to be served.*with {K}:") as caught:
             begin()
-        assert f"evaluate.num_speculative_tokens={K + 1}" in (caught.value.hint or "")
+        assert f"`draftsmith evaluate RECIPE evaluate.num_speculative_tokens={K + 1} --redo` deletes" in str(
+            caught.value.hint
+        )
     assert not paths.stage("evaluate").exists()
     assert not paths.events.exists()
 

@@ -13,12 +13,11 @@ from draftsmith import extract
 from draftsmith.errors import RequestError, StoreError
 from draftsmith.extract.engine_settings import engine_args
 from draftsmith.extract.from_transformers import Reference
-from draftsmith.extract.longrope import take_long_factors
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Recipe, Target, parse
 from draftsmith.rundir import RunPaths
 from draftsmith.store.shards import Store
-from draftsmith.target import load_target
+from draftsmith.target import load_target, take_long_factors
 from tests.extract import scale
 from tests.extract.test_from_vllm import prepared
 from tests.extract.vllm_runs import REPOSITORY, mixed_samples

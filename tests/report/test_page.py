@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from draftsmith.errors import DraftsmithError, RequestError
 from draftsmith.pipeline import run_stage
 from draftsmith.report import write_report
 from draftsmith.rundir import STAGES, RunPaths, read_events
+from draftsmith.store.manifest import read_manifest, write_manifest
 from tests.evaluate.test_served_figures import measured
 from tests.report.pages import HOSTILE, Element, load, numbers_in, page_of, parse
 
@@ -63,6 +65,27 @@ def test_the_figures_of_each_stage_are_on_the_page(finished):
     manifest = load(finished / "extract/store/manifest.json")
     assert {v for v in manifest["parity"].values() if isinstance(v, float)} <= page.by_id("states").numbers
     assert load(finished / "serve/stage.json")["report"]["command"] in page.by_id("export").text
+
+
+def test_engines_that_died_and_parity_of_runs_that_went_on_are_shown(copy):
+    stage, manifest = load(copy / "extract/stage.json"), read_manifest(copy / "extract/store")
+    assert manifest.parity
+    assert "restart" not in page_of(copy).by_id("pipeline").text, "none died"
+    stage["report"]["engine_restarts"] = 2
+    by_layer = {"1": {"median": 0.00123, "max": 0.456}}
+    later = {"1": {"reason": "too large for this machine"}, "2": {"tolerance": 0.0789, "by_layer": by_layer}}
+    (copy / "extract/stage.json").write_text(json.dumps(stage))
+    write_manifest(copy / "extract/store", replace(manifest, parity={**manifest.parity, "later": later}))
+    page = page_of(copy)
+    assert "after 2 engine restarts" in page.by_id("pipeline").text
+    states = page.by_id("states")
+    assert "An engine died and was started again 2 times." in states.text
+    assert {0.0789, 0.00123, 0.456, manifest.parity["tolerance"]} <= states.numbers
+    assert cells(states, "reason") == ["too large for this machine"]
+    labels = [one.attributes["aria-label"] for one in states.all("div")]
+    assert len(labels) == len(set(labels)) == 4
+    lines = write_report(copy)["summary"]
+    assert [line.split()[-1] for line in lines if "engines that died in the capture" in line] == ["2"]
 
 
 def test_domains_are_shown_beside_their_untrained_draft(finished):
@@ -367,11 +390,22 @@ def test_every_command_on_the_page_is_one(finished):
         assert recipes.load(shlex.split(code)[2]).folder == finished.resolve()
 
 
-def test_each_stage_has_its_machine_and_versions_on_record(finished):
-    section = page_of(finished).by_id("machine")
-    for stage in SHOWN:
-        record = load(finished / stage / "stage.json")
-        version, machine, packages = cells(section, stage)
+def test_stages_have_their_machine_and_versions_on_record_and_those_on_the_same_share_a_row(finished, copy):
+    whole = page_of(finished).by_id("machine")
+    assert len(whole.all("tr")) == 2
+    other = load(copy / "train/stage.json")
+    other["machine"]["cpus"] += 1
+    (copy / "train/stage.json").write_text(json.dumps(other))
+    parted = page_of(copy).by_id("machine")
+    assert len(parted.all("tr")) == 4
+    for run, section, row in (
+        (finished, whole, ", ".join(SHOWN)),
+        (copy, parted, "probe, prepare, extract"),
+        (copy, parted, "train"),
+        (copy, parted, "evaluate, export, serve"),
+    ):
+        record = load(run / row.split(", ")[0] / "stage.json")
+        version, machine, packages = cells(section, row)
         assert version == record["version"]
         assert f"{record['machine']['cpus']} × {record['machine']['processor']}" in machine
         assert f"torch {record['machine']['packages']['torch']}" in packages

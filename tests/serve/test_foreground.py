@@ -50,11 +50,13 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(json.dumps(answers[self.path]))
 
     def answer(self, text):
-        self.send_response(200)
+        asked = self.path in ("/health", "/metrics") or self.headers.get("Authorization") == KEY
+        self.send_response(200 if asked else 401)
         self.end_headers()
         self.wfile.write(text.encode())
 
 METRICS = "vllm:spec_decode_num_drafts_total {}\\\\nvllm:spec_decode_num_draft_tokens_total {}\\\\n"
+KEY = f"Bearer {sys.argv[sys.argv.index('--api-key') + 1]}" if "--api-key" in sys.argv else None
 port = int(sys.argv[sys.argv.index("--port") + 1])
 ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
@@ -125,6 +127,22 @@ def test_it_says_that_the_engine_drafts_and_a_signal_ends_engine_and_workers(com
     assert started["arguments"][0] in ("--model", "--model-path")
     assert draft in started["arguments"]
     assert not runs(started["worker"])
+
+
+def test_an_engine_with_an_api_key_is_asked_with_it_and_nobody_is_told(command):
+    command["args"] += ["serve.engine_args.api_key=open-sesame"]
+    process = start(command, "drafts")
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "Ctrl-C ends it" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    output, more = process.communicate(timeout=60)
+    assert process.returncode == 0, "".join(lines) + more
+    assert "open-sesame" in json.loads(command["started"].read_text())["arguments"]
+    assert "open-sesame" not in "".join(lines) + output + more
+    assert "open-sesame" not in (command["paths"].events).read_text()
 
 
 def test_a_stranger_that_listens_there_already_is_not_taken_for_the_engine(command):

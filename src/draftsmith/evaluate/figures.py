@@ -18,6 +18,7 @@ Results = dict[str, dict[str, Any]]  # by sample id
 
 PROPOSING = {"greedy": "proposing its likeliest tokens", "probabilistic": "sampling its tokens"}
 EARLY_TOKENS, TOLD_FROM = 64, 0.1
+LITTLE = 0.3  # of the rounds with the first draft token accepted: below it something may not fit
 LEAST_CHANCE = 1e-6  # of sampled texts; below it they are not the target's own
 
 
@@ -118,6 +119,11 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         )
         if found["prompts"] < report["prompts_wanted"]:
             lines.append(f"note: {report['prompts_wanted']} prompts were wanted; no more were held out that fit")
+    if greedy["per_position"][0] < LITTLE:
+        lines.append(
+            f"note: the first draft token is accepted in only {greedy['per_position'][0]:.1%} of rounds; "
+            "`draftsmith evaluate RECIPE --why` tries what may not fit"
+        )
     if report["recorded_tokens_are_top1"] < 0.9:
         lines.append(
             f"note: only {report['recorded_tokens_are_top1']:.0%} of the recorded answer tokens are the target's own "

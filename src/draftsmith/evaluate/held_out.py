@@ -33,6 +33,7 @@ from draftsmith.target import (
     pick_device,
     pick_dtype,
     read_facts_of_run,
+    take_long_factors,
 )
 
 
@@ -125,6 +126,8 @@ def replay_recorded(held_out: HeldOut) -> dict[str, dict[str, Any]]:
 def open_target(held_out: HeldOut, aux_layer_ids: tuple[int, ...]) -> TargetReader:
     """The target itself, which gives its states at these layer ids."""
     model = load_target(held_out.facts, held_out.recipe.target, held_out.device, held_out.dtype)
+    if held_out.store.manifest.rope_factors == "long":  # as serving does, whatever the length
+        take_long_factors(model)
     return TargetReader(model, decoder_layers(model, held_out.facts), aux_layer_ids)
 
 

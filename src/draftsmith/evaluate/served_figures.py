@@ -87,7 +87,9 @@ def refuse_more_than_evaluated(recipe: Recipe) -> None:
             f"{most} draft tokens are to be served, and acceptance is measured with {evaluated}: there would be no "
             "forecast to compare with",
             where="evaluate.served.num_speculative_tokens",
-            hint=f"evaluate.num_speculative_tokens={most}, with --redo where `evaluate` was done with {evaluated}",
+            hint=f"evaluate.num_speculative_tokens={most}; where `evaluate` was done with {evaluated}, "
+            f"`draftsmith evaluate RECIPE evaluate.num_speculative_tokens={most} --redo` deletes all that it measured, "
+            "serving too, and measures again",
         )
 
 

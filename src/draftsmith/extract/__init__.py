@@ -193,8 +193,8 @@ def _proven_reference(recipe: Recipe, paths: RunPaths, facts: TargetFacts, write
 
     from draftsmith.corpus import corpus_lengths, read_corpus
     from draftsmith.extract.from_transformers import Reference, measure_parity
-    from draftsmith.extract.longrope import model_tokens, take_long_factors
-    from draftsmith.target import load_head, load_target, pick_device, pick_dtype
+    from draftsmith.extract.longrope import model_tokens
+    from draftsmith.target import load_head, load_target, pick_device, pick_dtype, take_long_factors
 
     device = pick_device(recipe.target.device)
     dtype = pick_dtype(recipe.target.dtype, facts, device)

@@ -8,7 +8,7 @@ captured with those of serving, however long the samples are.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from draftsmith.errors import RequestError
 from draftsmith.recipe import Recipe
@@ -46,17 +46,6 @@ def model_tokens(recipe: Recipe, facts: TargetFacts, needed_tokens: int) -> int:
             f"prepare.max_length_tokens to {original - 2}, as the engine needs two tokens more",
         )
     return needed_tokens
-
-
-def take_long_factors(model: Any) -> None:
-    """Make a model of transformers take the long factors for every length."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    for module in model.modules():
-        if getattr(module, "rope_type", None) == "longrope":
-            beyond = module.config.rope_parameters["original_max_position_embeddings"] + 1
-            module.inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, module.inv_freq.device, seq_len=beyond)
-            module.original_inv_freq = module.inv_freq
 
 
 def _original_tokens(facts: TargetFacts) -> int | None:

@@ -16,13 +16,12 @@ import torch
 
 from draftsmith.errors import CaptureError, DraftsmithError, TargetError
 from draftsmith.extract.from_transformers import CHECKED_TOKENS, TOLERANCE, Reference, head_errors, refuse_wrong_head
-from draftsmith.extract.longrope import take_long_factors
 from draftsmith.extract.work import Captured
 from draftsmith.recipe import Target
 from draftsmith.records import EncodedFeatures, Features, Sample, TargetFacts
 from draftsmith.store.codec import CODECS
 from draftsmith.store.shard_file import taught
-from draftsmith.target import DTYPES, TargetHead, final_norm, load_head, load_target
+from draftsmith.target import DTYPES, TargetHead, final_norm, load_head, load_target, take_long_factors
 
 SEQUENCES, TOKENS = 16, 4096  # that are compared at most; one sequence at the least
 AFTER_NORM = "the last state after the final norm"

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from draftsmith.evaluate.lossless import deviations
-from draftsmith.extract.longrope import take_long_factors
 from draftsmith.extract.parity import NOISE
 from draftsmith.recipe import Target
 from draftsmith.records import TargetFacts
-from draftsmith.target import load_target
+from draftsmith.target import load_target, take_long_factors
 
 Texts = Sequence[Sequence[int]]
 

@@ -42,6 +42,7 @@ def figures(run: RunRecord) -> list[Figure]:
         ),
         ("store_bytes", "hidden states on disk", "bytes", dig(extracted, "bytes")),
         ("extract_rate", "capture, tokens a second", "rate", dig(extracted, "tokens_per_second")),
+        ("engine_restarts", "engines that died in the capture", "count", dig(extracted, "engine_restarts") or None),
         ("steps", "training steps", "count", dig(trained, "steps")),
         ("loss", "held-out loss", "loss", dig(trained, "validation", "loss")),
         *(

@@ -6,6 +6,7 @@ import json
 import re
 from datetime import datetime
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from draftsmith.report.figures import (
     settings_that_differ,
 )
 from draftsmith.report.plots import Axis, Bar, Series, axis, grouped_bars, histogram, interval_rows, line_chart
-from draftsmith.report.record import RunRecord
+from draftsmith.report.record import RunRecord, StageRecord
 
 HERE = Path(__file__).parent
 MOST_POINTS, MOST_BINS, MOST_ROWS = 300, 24, 24
@@ -59,6 +60,7 @@ def render(run: RunRecord, other: RunRecord | None, recipe: Path | None, made: d
         version=__version__,
         longest_seconds=max((stage.seconds or 0 for stage in run.stages.values()), default=0),
         rates=_rates(run),
+        machines=[list(same) for _, same in groupby(_begun(run), lambda stage: (stage.version, stage.machine))],
         plots={
             "lengths": _lengths(run),
             "loss": _loss(run),
@@ -162,6 +164,10 @@ def _anywhere(run: RunRecord) -> dict[str, dict[str, Any]]:
         if heated := dig(of, "at_temperature"):
             found[f"{of.get('name')}, at temperature {heated.get('temperature')}"] = heated
     return found
+
+
+def _begun(run: RunRecord) -> list[StageRecord]:
+    return [stage for stage in run.stages.values() if stage.version]
 
 
 def _rates(run: RunRecord) -> dict[str, tuple[float, str]]:
