@@ -42,7 +42,7 @@ rehearse() {
 served() {
     local all=("target.model=$model" "prepare.sources.0.path=$conversations" "run_dir=$out/run"
         "prepare.regenerate.url=http://127.0.0.1:$port/v1" ${settings[@]+"${settings[@]}"}) server status
-    setsid $python -m vllm.entrypoints.openai.api_server --model "$model" --port $port > "$out/answers.log" 2>&1 &
+    setsid $python -m vllm.entrypoints.openai.api_server --model "$model" --port $port --gpu-memory-utilization 0.3 > "$out/answers.log" 2>&1 &
     server=$!
     until curl --silent --fail --noproxy '*' http://127.0.0.1:$port/health; do
         kill -0 $server 2>/dev/null || { echo "the server of the answers ended: $out/answers.log"; return 1; }

@@ -52,7 +52,7 @@ class Expected:
 
     Attributes:
         states: by sample id and place, [T, Ht]; a place is a layer id, or `AFTER_NORM`.
-        rounding: by place, how far they are from what they are in float32; empty where that was not asked.
+        rounding: by place, how far rounding takes them; empty where that was not asked.
     """
 
     states: States
@@ -89,8 +89,9 @@ def expect(
 ) -> Expected | str:  # fmt: skip
     """The reference's states, through transformers; or why there are none.
 
-    Of a mixture of experts that is not computed in float32, also what rounding does to them: a token whose experts are
-    nearly tied goes to others, and those after it, which attend to it, are not what they were.
+    Of a mixture of experts, also what rounding does to them: a token whose experts are nearly tied goes to others, and
+    those after it, which attend to it, are not what they were. They are compared with what they are in float32, or, if
+    that is what they are, with what they are for embeddings that are off by the tolerance.
 
     Raises:
         CaptureError: its own logits do not follow from its last state by the head that training reads.
@@ -105,22 +106,27 @@ def expect(
     states, of_head = found
     if of_head is not None:
         refuse_wrong_head(of_head, TOLERANCE[dtype])
-    alone = dtype == torch.float32 or not facts.num_experts or facts.quantization
-    if alone or _lacks_room(facts, device, torch.float32):
+    if not facts.num_experts or facts.quantization or _lacks_room(facts, device, torch.float32):
         return Expected(states)
-    found = _try_reference(facts, target, places, device, torch.float32, samples, rope_factors)
+    noise = TOLERANCE[dtype] if dtype == torch.float32 else 0.0
+    found = _try_reference(facts, target, places, device, torch.float32, samples, rope_factors, noise)
     if isinstance(found, str):  # it is an allowance, and not needed
         return Expected(states)
-    return Expected(states, {place: _figures(_errors(states, found[0], place), experts=True) for place in places})
+    rounding: dict[Place, dict[str, float]] = {}
+    for place in places:
+        rounding[place] = _figures(_errors(states, found[0], place), experts=True)
+        if noise:
+            del rounding[place]["median"]  # which is the embeddings' own
+    return Expected(states, rounding)
 
 
 def _try_reference(
     facts: TargetFacts, target: Target, layer_ids: Sequence[int], device: torch.device, dtype: torch.dtype,
-    samples: Sequence[Sample], rope_factors: str | None,
+    samples: Sequence[Sample], rope_factors: str | None, noise: float = 0.0,
 ) -> tuple[States, dict[str, float] | None] | str:  # fmt: skip
     """`_reference_states`, or why there are none; whichever, its memory is free again."""
     try:
-        return _reference_states(facts, target, layer_ids, device, dtype, samples, rope_factors)
+        return _reference_states(facts, target, layer_ids, device, dtype, samples, rope_factors, noise)
     except _FAILURES as error:
         reason = error.what if isinstance(error, DraftsmithError) else f"{type(error).__name__}: {error}"
         return f"transformers cannot run the target: {reason}"
@@ -132,10 +138,17 @@ def _try_reference(
 
 def _reference_states(
     facts: TargetFacts, target: Target, layer_ids: Sequence[int], device: torch.device, dtype: torch.dtype,
-    samples: Sequence[Sample], rope_factors: str | None,
+    samples: Sequence[Sample], rope_factors: str | None, noise: float,
 ) -> tuple[States, dict[str, float] | None]:  # fmt: skip
     """The states, and the errors of the head that training reads; None where the weight files have no such head."""
     model = load_target(facts, target, device, dtype)
+    if noise:
+        chance = torch.Generator().manual_seed(0)
+
+        def disturb(module: Any, args: Any, embedded: torch.Tensor) -> torch.Tensor:
+            return embedded * (1 + noise * torch.randn(embedded.shape, generator=chance).to(embedded))
+
+        model.get_input_embeddings().register_forward_hook(disturb)
     if rope_factors == "long":
         take_long_factors(model)
     reference = Reference(model, facts, layer_ids[:-1])
