@@ -16,7 +16,7 @@ from draftsmith.recipe import Recipe
 from draftsmith.records import Sample
 from draftsmith.rundir import RunPaths, write_json
 from draftsmith.vocab_map import read_draft_vocab
-from tests.prepare.chats import SHOUTED, facts_of, share_gpt, write_lines
+from tests.prepare.chats import SHOUTED, conversation, facts_of, share_gpt, write_lines
 
 TALKS = [
     {"conversations": share_gpt(f"How many {i}?", f"There are {i} of them.", "Sure?", "Quite sure, I think.")}
@@ -101,6 +101,20 @@ def test_any_number_of_workers_writes_the_same_bytes(recipe_of: Any) -> None:
     assert paths_of_one.corpus.read_bytes() == paths_of_two.corpus.read_bytes()
 
 
+def test_a_question_that_is_trained_on_is_never_held_out_and_repeats_are_counted(recipe_of: Any) -> None:
+    retold = [{"conversations": share_gpt(f"How  many {i}?\n", f"I count {i} of them, I think.")} for i in range(12)]
+    recipe, paths = recipe_of(*TALKS, *TALKS[:5], *retold)
+    report = run(recipe, paths)
+    questions = [*range(12), *range(5), *range(12)]
+    splits: dict[int, set[str]] = {}
+    for sample in corpus(paths):
+        splits.setdefault(questions[int(sample.conversation_id.removeprefix("talk/"))], set()).add(sample.split)
+    assert sorted(map(len, splits.values())) == [1] * 12
+    assert set.union(*splits.values()) == {"train", "validation"}
+    assert (report["rows"]["repeated"], report["rows"]["same_question"]) == (5, 17)
+    assert any("17 begin with the question" in line and "5 repeat" in line for line in report["summary"])
+
+
 def test_an_ids_split_does_not_change_when_data_are_added(recipe_of: Any) -> None:
     recipe, paths = recipe_of(*TALKS)
     run(recipe, paths)
@@ -113,10 +127,10 @@ def test_an_ids_split_does_not_change_when_data_are_added(recipe_of: Any) -> Non
 
 def test_about_the_asked_share_of_conversations_is_held_out() -> None:
     for seed in (0, 1):
-        held_out = sum(split_of(f"talk/{i}", seed, 0.05) == "validation" for i in range(20_000))
+        held_out = sum(split_of(conversation(("user", f"How {i}?")), seed, 0.05) == "validation" for i in range(20_000))
         assert 850 < held_out < 1150
-    assert split_of("talk/0", 0, 0.0) == "train"
-    assert split_of("talk/0", 0, 1.0) == "validation"
+    assert split_of(conversation(("user", "How?")), 0, 0.0) == "train"
+    assert split_of(conversation(("user", "How?")), 0, 1.0) == "validation"
 
 
 def test_where_no_row_can_be_used_the_reasons_are_counted_and_no_corpus_is_left(recipe_of: Any) -> None:
