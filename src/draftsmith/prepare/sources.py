@@ -332,15 +332,19 @@ def _message(turn: Any) -> dict[str, Any]:
     message = {"role": role, "content": content, **turn}
     if name == "function_call":
         message = _called(message)
-    says_nothing = not content.strip() and not any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
-    if says_nothing and role in ("user", "assistant"):
+    message = normal_form(message)
+    said = (message.get(key) for key in ("content", "tool_calls", *REASONING_KEYS))
+    if role in ("user", "assistant") and not any(text.strip() if isinstance(text, str) else text for text in said):
         raise Unusable(f"empty {role} turn")
-    return normal_form(message)
+    return message
 
 
 def normal_form(message: dict[str, Any]) -> dict[str, Any]:
-    """A turn as templates expect it: the arguments of calls as objects, and reasoning under every name that is about;
-    names that the turn has itself keep their own text."""
+    """A turn as templates expect it: calls under `tool_calls`, their arguments as objects, and reasoning under every
+    name that is about; names that the turn has itself keep their own text."""
+    if isinstance(call := message.get("function_call"), dict):  # OpenAI's name for it until 2023
+        message = {key: value for key, value in message.items() if key != "function_call"}
+        message["tool_calls"] = message.get("tool_calls") or [{"type": "function", "function": call}]
     if message.get("tool_calls"):
         message = {**message, "tool_calls": _tool_calls(message["tool_calls"])}
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
