@@ -44,6 +44,7 @@ def run_all(recipe: Recipe, *, redo: bool = False) -> dict[str, Any]:
     before_export = recipe.model_copy(update={"evaluate": unserved})
     if served.enabled:
         importlib.import_module("draftsmith.evaluate.served").check_served(recipe)
+    _files("train", recipe)  # refuses a first draft that is not there
     reports = {}
     for stage in STAGES:
         reports[stage] = run_stage(stage, before_export if stage == "evaluate" else recipe, redo=redo)

@@ -9,7 +9,7 @@ import pytest
 from draftsmith import recipe as recipes
 from draftsmith import signals
 from draftsmith.corpus import corpus_metadata, read_corpus
-from draftsmith.errors import DataError, Interrupted, RecipeError
+from draftsmith.errors import DataError, Interrupted, RecipeError, RequestError
 from draftsmith.prepare import run
 from draftsmith.prepare.samples import split_of
 from draftsmith.recipe import Recipe
@@ -155,6 +155,26 @@ def test_a_run_without_sources_is_a_wrong_request(recipe_of: Any) -> None:
 
 
 BY_TARGET = {"using": "transformers", "max_new_tokens": 12, "batch_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("prepare", "draft", "said"),
+    [
+        ({"draft_vocab_size": 321}, {}, "prepare.draft_vocab_size: is 321, and the target's vocabulary has 320"),
+        ({"draft_vocab_size": 2}, {}, "prepare.draft_vocab_size: is 2, too small for the 3 special tokens"),
+        ({}, {"num_attention_heads": 3}, "train.draft: 3 attention heads cannot share 2 key-value heads"),
+        ({}, {"head_dim": 7}, "train.draft: a head_dim of 7 is odd"),
+        ({}, {"fc_norm": True}, "train.draft: norm_before_fc and fc_norm exclude each other"),
+    ],
+)
+def test_a_draft_that_cannot_be_is_refused_before_an_answer_is_written(
+    recipe_of: Any, prepare: dict[str, Any], draft: dict[str, Any], said: str
+) -> None:
+    recipe, paths = recipe_of(*TALKS[:1], regenerate=BY_TARGET, **prepare)
+    train = recipe.train.model_copy(update={"draft": recipe.train.draft.model_copy(update=draft)})
+    with pytest.raises(RequestError, match=said):
+        run(recipe.model_copy(update={"train": train}), paths)
+    assert not paths.answers.exists()
 
 
 def test_training_ids_are_the_prompts_and_the_ids_that_the_target_generated(recipe_of: Any) -> None:
