@@ -78,9 +78,9 @@ def run_stage(stage: str, recipe: Recipe, *, redo: bool = False) -> dict[str, An
 
     def work() -> dict[str, Any]:
         paths = RunPaths(recipe.folder)
-        if stage == "extract":
-            for line in importlib.import_module("draftsmith.probe").foretell_extraction(recipe, paths):
-                print(f"extract: {line}", file=sys.stderr)
+        if stage in ("prepare", "extract"):
+            for line in importlib.import_module("draftsmith.probe").foretell(stage, recipe, paths):
+                print(f"{stage}: {line}", file=sys.stderr)
         return importlib.import_module(f"draftsmith.{stage}").run(recipe, paths)
 
     if launch.world_size() == 1:
