@@ -412,3 +412,11 @@ def test_a_run_of_which_nothing_could_be_measured_or_trained_ends_before_it_cost
     assert done.returncode == 1
     assert f"no conversation fell to {split}" in done.stderr
     assert not (tmp_path / "runs/tiny/extract/store").exists()
+
+
+def test_a_first_draft_that_is_not_there_is_refused_before_anything_is_done(tmp_path, tiny_target):
+    write_recipe(tmp_path, tiny_target)
+    done = draftsmith("run", "recipe.yaml", "train.draft.initial=absent", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "train.draft.initial=absent: there is no such folder" in done.stderr
+    assert not (tmp_path / "runs").exists()

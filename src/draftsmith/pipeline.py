@@ -44,6 +44,7 @@ def run_all(recipe: Recipe, *, redo: bool = False) -> dict[str, Any]:
     before_export = recipe.model_copy(update={"evaluate": unserved})
     if served.enabled:
         importlib.import_module("draftsmith.evaluate.served").check_served(recipe)
+    _files("train", recipe)  # refuses a first draft that is not there
     reports = {}
     for stage in STAGES:
         reports[stage] = run_stage(stage, before_export if stage == "evaluate" else recipe, redo=redo)
@@ -77,9 +78,9 @@ def run_stage(stage: str, recipe: Recipe, *, redo: bool = False) -> dict[str, An
 
     def work() -> dict[str, Any]:
         paths = RunPaths(recipe.folder)
-        if stage == "extract":
-            for line in importlib.import_module("draftsmith.probe").foretell_extraction(recipe, paths):
-                print(f"extract: {line}", file=sys.stderr)
+        if stage in ("prepare", "extract"):
+            for line in importlib.import_module("draftsmith.probe").foretell(stage, recipe, paths):
+                print(f"{stage}: {line}", file=sys.stderr)
         return importlib.import_module(f"draftsmith.{stage}").run(recipe, paths)
 
     if launch.world_size() == 1:

@@ -9,14 +9,14 @@ import pytest
 from draftsmith import recipe as recipes
 from draftsmith import signals
 from draftsmith.corpus import corpus_metadata, read_corpus
-from draftsmith.errors import DataError, Interrupted, RecipeError
+from draftsmith.errors import DataError, Interrupted, RecipeError, RequestError
 from draftsmith.prepare import run
 from draftsmith.prepare.samples import split_of
 from draftsmith.recipe import Recipe
 from draftsmith.records import Sample
 from draftsmith.rundir import RunPaths, write_json
 from draftsmith.vocab_map import read_draft_vocab
-from tests.prepare.chats import SHOUTED, facts_of, share_gpt, write_lines
+from tests.prepare.chats import SHOUTED, conversation, facts_of, share_gpt, write_lines
 
 TALKS = [
     {"conversations": share_gpt(f"How many {i}?", f"There are {i} of them.", "Sure?", "Quite sure, I think.")}
@@ -101,6 +101,20 @@ def test_any_number_of_workers_writes_the_same_bytes(recipe_of: Any) -> None:
     assert paths_of_one.corpus.read_bytes() == paths_of_two.corpus.read_bytes()
 
 
+def test_a_question_that_is_trained_on_is_never_held_out_and_repeats_are_counted(recipe_of: Any) -> None:
+    retold = [{"conversations": share_gpt(f"How  many {i}?\n", f"I count {i} of them, I think.")} for i in range(12)]
+    recipe, paths = recipe_of(*TALKS, *TALKS[:5], *retold)
+    report = run(recipe, paths)
+    questions = [*range(12), *range(5), *range(12)]
+    splits: dict[int, set[str]] = {}
+    for sample in corpus(paths):
+        splits.setdefault(questions[int(sample.conversation_id.removeprefix("talk/"))], set()).add(sample.split)
+    assert sorted(map(len, splits.values())) == [1] * 12
+    assert set.union(*splits.values()) == {"train", "validation"}
+    assert (report["rows"]["repeated"], report["rows"]["same_question"]) == (5, 17)
+    assert any("17 begin with the question" in line and "5 repeat" in line for line in report["summary"])
+
+
 def test_an_ids_split_does_not_change_when_data_are_added(recipe_of: Any) -> None:
     recipe, paths = recipe_of(*TALKS)
     run(recipe, paths)
@@ -113,10 +127,10 @@ def test_an_ids_split_does_not_change_when_data_are_added(recipe_of: Any) -> Non
 
 def test_about_the_asked_share_of_conversations_is_held_out() -> None:
     for seed in (0, 1):
-        held_out = sum(split_of(f"talk/{i}", seed, 0.05) == "validation" for i in range(20_000))
+        held_out = sum(split_of(conversation(("user", f"How {i}?")), seed, 0.05) == "validation" for i in range(20_000))
         assert 850 < held_out < 1150
-    assert split_of("talk/0", 0, 0.0) == "train"
-    assert split_of("talk/0", 0, 1.0) == "validation"
+    assert split_of(conversation(("user", "How?")), 0, 0.0) == "train"
+    assert split_of(conversation(("user", "How?")), 0, 1.0) == "validation"
 
 
 def test_where_no_row_can_be_used_the_reasons_are_counted_and_no_corpus_is_left(recipe_of: Any) -> None:
@@ -141,6 +155,26 @@ def test_a_run_without_sources_is_a_wrong_request(recipe_of: Any) -> None:
 
 
 BY_TARGET = {"using": "transformers", "max_new_tokens": 12, "batch_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("prepare", "draft", "said"),
+    [
+        ({"draft_vocab_size": 321}, {}, "prepare.draft_vocab_size: is 321, and the target's vocabulary has 320"),
+        ({"draft_vocab_size": 2}, {}, "prepare.draft_vocab_size: is 2, too small for the 3 special tokens"),
+        ({}, {"num_attention_heads": 3}, "train.draft: 3 attention heads cannot share 2 key-value heads"),
+        ({}, {"head_dim": 7}, "train.draft: a head_dim of 7 is odd"),
+        ({}, {"fc_norm": True}, "train.draft: norm_before_fc and fc_norm exclude each other"),
+    ],
+)
+def test_a_draft_that_cannot_be_is_refused_before_an_answer_is_written(
+    recipe_of: Any, prepare: dict[str, Any], draft: dict[str, Any], said: str
+) -> None:
+    recipe, paths = recipe_of(*TALKS[:1], regenerate=BY_TARGET, **prepare)
+    train = recipe.train.model_copy(update={"draft": recipe.train.draft.model_copy(update=draft)})
+    with pytest.raises(RequestError, match=said):
+        run(recipe.model_copy(update={"train": train}), paths)
+    assert not paths.answers.exists()
 
 
 def test_training_ids_are_the_prompts_and_the_ids_that_the_target_generated(recipe_of: Any) -> None:

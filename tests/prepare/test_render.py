@@ -207,6 +207,35 @@ def test_tools_calls_and_results_are_rendered() -> None:
     assert said == "Two.<|im_end|>"
 
 
+FORGETS_REASONING = CHATML.replace("m['content'] }}", "m['content'].split('</think>')[-1] }}")
+CALL = {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "reason"),
+    [
+        (CHATML, {"content": "", **CALL}, "template leaves out an answer's calls of tools"),
+        (CHATML, {"content": "Let me see.", **CALL}, "template leaves out an answer's calls of tools"),
+        (THINKING, {"content": "", "reasoning_content": "Hm.", **CALL}, "leaves out an answer's calls of tools"),
+        (CHATML, {"content": "", "reasoning_content": "Hm."}, "template writes nothing of an answer but its end"),
+        (FORGETS_REASONING, {"content": "<think>Hm.</think>"}, "template writes nothing of an answer but its end"),
+    ],
+)
+def test_an_answer_of_which_the_template_writes_only_the_end_is_refused(
+    template: str, answer: dict[str, Any], reason: str
+) -> None:
+    talk = conversation(("user", "Add."), {"role": "assistant", **answer}, ("user", "And?"), ("assistant", "That is."))
+    with pytest.raises(Unrenderable, match=reason):
+        rows(chat_of(template), talk)
+
+
+def test_an_answer_that_is_reasoning_alone_is_supervised_where_the_template_writes_it() -> None:
+    chat = chat_of(THINKING)
+    answer = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    (row,) = rows(chat, conversation(("user", "Add."), answer))
+    assert supervised(chat, row) == ["<think>\nHm.\n</think>\n\n<|im_end|>"]
+
+
 @pytest.mark.parametrize("template", [LLAMA3, GEMMA])
 def test_a_rendered_chat_begins_with_one_bos(template: str) -> None:
     chat = chat_of(template)

@@ -180,6 +180,8 @@ def test_every_dropped_row_is_counted_under_its_reason(tmp_path: Path) -> None:
         {"messages": [user]},
         {"messages": [{"role": "system", "content": "Be brief."}, ASKED[1]]},
         {"messages": [user, {"role": "assistant", "content": " "}]},
+        {"messages": [user, {"role": "assistant", "content": None, "tool_calls": "[]"}]},
+        {"messages": [user, {"role": "assistant", "content": "", "reasoning_content": "\n"}]},
         {"messages": [user, {"role": "assistant", "content": 3}]},
         {"messages": [user, {"role": "assistant"}, {"content": "So."}]},
         {"messages": [{"content": "How?"}, ASKED[1]]},
@@ -197,7 +199,7 @@ def test_every_dropped_row_is_counted_under_its_reason(tmp_path: Path) -> None:
         "turn is text, not an object": 1,
         "no answer": 1,
         "no user turn": 1,
-        "empty assistant turn": 2,
+        "empty assistant turn": 4,
         "content is a number, not text": 1,
         "turn without a role": 1,
         "content part that is not text (image_url)": 1,
@@ -305,6 +307,8 @@ def test_share_gpt_calls_and_observations_are_turns_of_assistant_and_tool(tmp_pa
     (talk,), _ = read_records(tmp_path, record)
     assert [message["role"] for message in talk.messages] == ["user", "assistant", "tool", "assistant"]
     assert talk.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]
+    called = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"x": 1}'}}
+    assert read_messages(tmp_path, ASKED[0], called)[1] == talk.messages[1]  # OpenAI's form until 2023
 
 
 def test_two_kinds_of_reasoning_in_one_turn_are_both_kept(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from draftsmith.errors import DataError, RecipeError
-from draftsmith.prepare.vocab import TokenCounts, always_kept, choose, coverage, write_draft_vocab
+from draftsmith.prepare.vocab import TokenCounts, always_kept, check_size, choose, coverage, write_draft_vocab
 from draftsmith.records import Sample
 from draftsmith.vocab_map import read_draft_vocab
 from tests.prepare.chats import CHATML, MARKS, TOOLS, chat_of
@@ -49,11 +49,12 @@ def test_a_short_vocabulary_is_filled_with_the_smallest_ids_that_are_missing() -
 
 
 def test_a_size_beyond_the_targets_vocabulary_and_one_below_the_special_tokens_are_refused() -> None:
-    counts = np.zeros(100, dtype=np.int64)
     with pytest.raises(RecipeError, match="is 101, and the target's vocabulary has 100"):
-        choose(counts, 101, [])
+        check_size(101, 100, set())
     with pytest.raises(RecipeError, match="too small for the 3 special tokens"):
-        choose(counts, 2, [1, 2, 3])
+        check_size(2, 100, {1, 2, 3})
+    for size in (None, 3, 100):
+        check_size(size, 100, {1, 2, 3})
 
 
 def test_a_token_beyond_the_targets_vocabulary_is_an_error() -> None:

@@ -200,9 +200,36 @@ def test_what_the_configuration_lacks_is_not_guessed(tmp_path: Path) -> None:
 
 
 def test_every_figure_states_what_it_assumes(tmp_path: Path) -> None:
-    checks = budget(CONFIG, plan(tmp_path), weights=10**9, machine=NODE, free=2**50)
+    checks = budget(CONFIG, plan(tmp_path, prepare={"max_length_tokens": 64}), weights=10**9, machine=NODE, free=2**50)
     del checks["store size"]  # follows from the format
     assert all("assuming" in check.detail for check in checks.values())
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        (None, 64),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, 64),
+        ({"rope_type": "linear", "factor": 2}, 128),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}, 64),
+    ],
+)
+def test_samples_longer_than_the_targets_positions_are_warned_of_by_name(
+    tmp_path: Path, scaling: Any, positions: int
+) -> None:
+    config = {**CONFIG, "max_position_embeddings": 64, "rope_scaling": scaling}
+
+    def found(most_tokens: int) -> Check | None:
+        recipe = plan(tmp_path, prepare={"max_length_tokens": most_tokens})
+        return budget(config, recipe, weights=10**6, machine=NODE, free=2**50).get("sample length")
+
+    assert found(positions) is None
+    check = found(positions + 1)
+    assert check is not None
+    assert check.status == "warn"
+    assert check.detail.startswith(f"prepare.max_length_tokens is {positions + 1}, and the target has {positions} ")
+    assert f"to at most {positions}" in str(check.hint)
 
 
 # ---- The store ----

@@ -127,6 +127,19 @@ def test_a_run_leaves_the_facts_where_the_other_stages_read_them(tiny_target: Pa
     assert json.loads(json.dumps(report["facts"])) == json.loads(json.dumps(facts.to_json()))
 
 
+def test_samples_too_long_for_the_target_are_told_of_before_prepare_begins(
+    tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = recipe_for(tiny_target, tmp_path / "run")
+    run_stage("probe", recipe)
+    capsys.readouterr()
+    with pytest.raises(RecipeError, match="names no conversations"):
+        run_stage("prepare", recipe)
+    said = capsys.readouterr().err
+    assert "prepare: sample length: prepare.max_length_tokens is 2,048, and the target has 512 positions" in said
+    assert "set prepare.max_length_tokens to at most 512" in said
+
+
 def test_a_run_with_chosen_layer_ids_records_those_and_notices_a_change(tiny_target: Path, tmp_path: Path) -> None:
     run_stage("probe", recipe_for(tiny_target, tmp_path / "run", aux_layer_ids=[1, 4, 7]))
     facts = json.loads(RunPaths(tmp_path / "run").facts.read_text())

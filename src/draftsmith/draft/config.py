@@ -49,6 +49,13 @@ class DraftConfig:
             raise RequestError(
                 f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key-value heads",
                 where="train.draft",
+                hint="the number of attention heads must be a multiple of that of key-value heads",
+            )
+        if self.head_dim % 2:
+            raise RequestError(
+                f"a head_dim of {self.head_dim} is odd, and RoPE turns pairs",
+                where="train.draft",
+                hint="give an even one",
             )
         if self.draft_vocab_size > self.vocab_size:
             raise RequestError(

@@ -19,17 +19,18 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     """Read the sources, let the target answer, and write `corpus.parquet` and `draft_vocab.json`.
 
     Raises:
-        RecipeError: no source is named, or the draft vocabulary does not fit.
+        RequestError: no source is named, or no draft can have the shape or vocabulary that the recipe asks for.
         DataError: a source is damaged, or no conversation can be used; the reasons are counted.
         TargetError: its tokenizer or chat template is not usable.
         EngineError: the server that answers does not.
     """
     from draftsmith.corpus import write_corpus
+    from draftsmith.draft.config import draft_config
     from draftsmith.prepare.figures import Figures, caveats, summary
     from draftsmith.prepare.render import Chat
     from draftsmith.prepare.samples import outcomes_of_given
     from draftsmith.prepare.sources import Tally, read_conversations
-    from draftsmith.prepare.vocab import always_kept, write_draft_vocab
+    from draftsmith.prepare.vocab import always_kept, check_size, write_draft_vocab
     from draftsmith.progress import progress
     from draftsmith.target import load_tokenizer, read_facts_of_run
 
@@ -41,6 +42,10 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     if facts.vocab_size is None:
         raise TargetError("the size of its vocabulary is not known", where=facts.path)
     chat = Chat(load_tokenizer(facts, recipe.target), facts, settings)
+    always = always_kept(chat, facts.vocab_size)
+    check_size(settings.draft_vocab_size, facts.vocab_size, always)
+    if recipe.train.draft.initial is None:  # what `train` would die of, before the target writes for hours
+        draft_config(facts, recipe.train.draft, settings.draft_vocab_size, facts.aux_layer_ids or ())
 
     tally = Tally()  # read once for the figures and for damage, before anything that takes long
     for _ in read_conversations(settings.sources, tally, answers_needed=not regenerating):
@@ -65,7 +70,7 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
         paths.draft_vocab,
         figures.counts,
         settings.draft_vocab_size,
-        always_kept(chat, facts.vocab_size),
+        always,
         facts.tokenizer_sha256,
     )
     report = {**figures.to_json(), "answers": answered, "draft_vocab": vocab}

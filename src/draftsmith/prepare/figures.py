@@ -115,6 +115,11 @@ def summary(report: dict[str, Any]) -> list[str]:
         f"  dropped {entry['rows']:,}: {reason} ({', '.join(entry['examples'])})"
         for reason, entry in rows["dropped"].items()
     ]
+    if rows["same_question"]:
+        lines.append(
+            f"  {rows['same_question']:,} begin with the question of an earlier conversation, and share its split; "
+            f"{rows['repeated']:,} repeat the whole of one"
+        )
     if report["samples_too_short"]:
         lines.append(f"  left out {report['samples_too_short']:,} rows with too few supervised tokens")
     if answers["written_by"] == "target":

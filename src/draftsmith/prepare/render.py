@@ -145,10 +145,13 @@ class Chat:
         engine would have it, and the answer is tokenised on its own.
 
         Raises:
-            Unrenderable: the template refuses the messages, or renders the answer otherwise than it prompts for it.
+            Unrenderable: the template refuses the messages, renders the answer otherwise than it prompts for it, or
+                leaves out its calls of tools: the draft would learn to end there.
         """
         prompt = self.text(before, tools, prompt=True)
         whole = self.text([*before, answer], tools, prompt=False)
+        if answer.get("tool_calls"):
+            self._check_calls_written(whole, before, answer, tools)
         prompt_ids, whole_ids = self.ids(prompt), self.ids(whole)
         if whole_ids[: len(prompt_ids)] == prompt_ids:
             answer_ids = whole_ids[len(prompt_ids) :]
@@ -157,6 +160,22 @@ class Chat:
         else:
             raise Unrenderable("template renders the answer otherwise than it prompts for it")
         return Turn(prompt_ids, self.without_glue(answer_ids))
+
+    def _check_calls_written(
+        self,
+        whole: str,
+        before: list[dict[str, Any]],
+        answer: dict[str, Any],
+        tools: list[dict[str, Any]] | None,
+    ) -> None:
+        """Raise Unrenderable if `whole`, the rendering of an answer, is the same without its calls."""
+        bare = {key: value for key, value in answer.items() if key != "tool_calls"}
+        try:
+            unchanged = self.text([*before, bare], tools, prompt=False) == whole
+        except Unrenderable:
+            return
+        if unchanged:
+            raise Unrenderable("template leaves out an answer's calls of tools")
 
     def _find_turn_suffix(self) -> list[int]:
         """Ids that the template puts after an answer: those that two different answers have in common at the end."""
@@ -235,7 +254,7 @@ def given_turns(conversation: Conversation, chat: Chat, max_length: int) -> list
     """The answers that the data bring along, each with its prompt. Those that begin past `max_length` are left out.
 
     Raises:
-        Unrenderable: the template refuses the messages, or renders an answer otherwise than it prompts for it.
+        Unrenderable: as `Chat.check_text` and `Chat.turn`, or nothing of an answer is rendered but its end.
     """
     messages = conversation.messages
     chat.check_text(messages)
@@ -244,6 +263,8 @@ def given_turns(conversation: Conversation, chat: Chat, max_length: int) -> list
         turn = chat.turn(messages[:index], messages[index], conversation.tools)
         if len(turn.prompt_ids) >= max_length:
             break
+        if all(token in chat.turn_end_ids for token in turn.answer_ids):
+            raise Unrenderable("template writes nothing of an answer but its end")
         turns.append(turn)
     return turns
 

@@ -14,6 +14,7 @@ from itertools import islice
 
 from draftsmith.errors import DataError
 from draftsmith.prepare.render import Chat, Row, Unrenderable, given_turns, rows_of
+from draftsmith.prepare.sources import digest_of, question_of
 from draftsmith.recipe import Prepare, Recipe
 from draftsmith.records import Conversation, Sample, TargetFacts
 
@@ -31,15 +32,19 @@ class Outcome:
     cut_rows: int = 0  # rows that max_length_tokens cut
 
 
-def split_of(conversation_id: str, seed: int, validation_fraction: float) -> str:
-    """ "validation" for that share of all ids; what else is in the data does not matter to an id's split."""
-    digest = hashlib.sha256(f"{seed}\n{conversation_id}".encode()).digest()
+def split_of(conversation: Conversation, seed: int, validation_fraction: float) -> str:
+    """ "validation" for that share of all questions; what else is in the data does not matter.
+
+    Conversations that begin with the same question share a split, for the target gives them the same answer: what is
+    held out is not trained on.
+    """
+    digest = hashlib.sha256(f"{seed}\n".encode() + digest_of(question_of(conversation.messages))).digest()
     return "validation" if int.from_bytes(digest[:8], "big") < validation_fraction * 2**64 else "train"
 
 
 def outcome_of(conversation: Conversation, rows: list[Row], settings: Prepare, seed: int) -> Outcome:
     """Samples of a conversation's rows. Rows that hardly hold anything to learn from are counted and left out."""
-    split = split_of(conversation.id, seed, settings.validation_fraction)
+    split = split_of(conversation, seed, settings.validation_fraction)
     samples = [
         Sample(f"{conversation.id}/{number}", conversation.id, conversation.domain, split, row.input_ids, row.loss_mask)
         for number, row in enumerate(rows)

@@ -6,6 +6,7 @@ kept: tool calls and results, system turns, reasoning, names. What cannot be use
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import Counter
@@ -46,6 +47,10 @@ class Tally:
 
     read: int = 0
     kept: int = 0
+    repeated: int = 0  # kept, and turn by turn what an earlier one is
+    same_question: int = (
+        0  # kept, and begin with the question that an earlier one begins with, repeated ones among them
+    )
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
@@ -59,7 +64,8 @@ class Tally:
         dropped = {
             reason: {"rows": number, "examples": self.examples[reason]} for reason, number in self.dropped.most_common()
         }
-        return {"read": self.read, "kept": self.kept, "dropped": dropped}
+        counts = {name: getattr(self, name) for name in ("read", "kept", "repeated", "same_question")}
+        return {**counts, "dropped": dropped}
 
 
 class Unusable(Exception):
@@ -81,6 +87,8 @@ def read_conversations(sources: list[Source], tally: Tally, *, answers_needed: b
         MissingExtraError: `datasets` is not installed.
     """
     seen: Counter[str] = Counter()
+    wholes: set[bytes] = set()
+    questions: set[bytes] = set()
     for number, source in enumerate(sources):
         domain = source.domain or Path(source.path).stem
         stop = None if source.limit is None else source.skip + source.limit
@@ -96,7 +104,15 @@ def read_conversations(sources: list[Source], tally: Tally, *, answers_needed: b
                 tally.drop(str(reason), f"{row_id} ({place})")
                 continue
             tally.kept += 1
+            tally.repeated += not _is_new(digest_of(messages), wholes)
+            tally.same_question += not _is_new(digest_of(question_of(messages)), questions)
             yield Conversation(id=row_id, messages=messages, domain=domain, tools=tools)
+
+
+def _is_new(digest: bytes, known: set[bytes]) -> bool:
+    before = len(known)
+    known.add(digest[:16])
+    return len(known) > before
 
 
 def _is_name(own_id: Any) -> bool:
@@ -293,6 +309,17 @@ def answer_turns(messages: list[dict[str, Any]]) -> list[int]:
     return found
 
 
+def question_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns before the first answer."""
+    return messages[: next(iter(answer_turns(messages)), None)]
+
+
+def digest_of(messages: list[dict[str, Any]]) -> bytes:
+    """SHA-256 of what the turns say, whatever the white space in their texts."""
+    turns = [(turn["role"], turn["content"].split(), turn.get("tool_calls")) for turn in messages]
+    return hashlib.sha256(json.dumps(turns, sort_keys=True, default=str).encode()).digest()
+
+
 def _message(turn: Any) -> dict[str, Any]:
     if not isinstance(turn, dict):
         raise Unusable(f"turn is {_kind(turn)}, not an object")
@@ -305,15 +332,19 @@ def _message(turn: Any) -> dict[str, Any]:
     message = {"role": role, "content": content, **turn}
     if name == "function_call":
         message = _called(message)
-    says_nothing = not content.strip() and not any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
-    if says_nothing and role in ("user", "assistant"):
+    message = normal_form(message)
+    said = (message.get(key) for key in ("content", "tool_calls", *REASONING_KEYS))
+    if role in ("user", "assistant") and not any(text.strip() if isinstance(text, str) else text for text in said):
         raise Unusable(f"empty {role} turn")
-    return normal_form(message)
+    return message
 
 
 def normal_form(message: dict[str, Any]) -> dict[str, Any]:
-    """A turn as templates expect it: the arguments of calls as objects, and reasoning under every name that is about;
-    names that the turn has itself keep their own text."""
+    """A turn as templates expect it: calls under `tool_calls`, their arguments as objects, and reasoning under every
+    name that is about; names that the turn has itself keep their own text."""
+    if isinstance(call := message.get("function_call"), dict):  # OpenAI's name for it until 2023
+        message = {key: value for key, value in message.items() if key != "function_call"}
+        message["tool_calls"] = message.get("tool_calls") or [{"type": "function", "function": call}]
     if message.get("tool_calls"):
         message = {**message, "tool_calls": _tool_calls(message["tool_calls"])}
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)

@@ -38,25 +38,23 @@ class TokenCounts:
         np.add.at(counts, ids[np.asarray(sample.loss_mask, dtype=bool)], 1)
 
 
+def check_size(size: int | None, target_vocab_size: int, always: set[int]) -> None:
+    """Raises RecipeError if `size` exceeds the target's vocabulary, or cannot hold `always`."""
+    where, hint = "prepare.draft_vocab_size", "null keeps the target's whole vocabulary"
+    if size is not None and size > target_vocab_size:
+        what = f"is {size}, and the target's vocabulary has {target_vocab_size} tokens"
+        raise RecipeError(what, where=where, hint=hint)
+    if size is not None and size < len(always):
+        what = f"is {size}, too small for the {len(always)} special tokens, which a draft must be able to say"
+        raise RecipeError(what, where=where, hint=hint)
+
+
 def choose(counts: Counts, size: int, always: Iterable[int]) -> list[int]:
     """Ascending ids of a draft vocabulary.
 
     Those of `always` first, then by frequency, equal frequencies by id, at last the smallest ids that never occur.
-
-    Raises:
-        RecipeError: `size` exceeds the target's vocabulary, or cannot hold `always`.
     """
-    where = "prepare.draft_vocab_size"
-    if size > len(counts):
-        raise RecipeError(f"is {size}, and the target's vocabulary has {len(counts)} tokens", where=where)
-    kept = sorted(set(always))
-    if len(kept) > size:
-        raise RecipeError(
-            f"is {size}, too small for the {len(kept)} special tokens, which a draft must be able to say",
-            where=where,
-            hint="null keeps the target's whole vocabulary",
-        )
-    chosen = set(kept)
+    chosen = set(always)
     for token in np.argsort(-counts, kind="stable"):
         if len(chosen) == size:
             break
@@ -83,6 +81,7 @@ def write_draft_vocab(
 ) -> dict[str, Any]:
     """Choose the vocabulary, write draft_vocab.json, and return its figures without the ids.
 
+    `size` has passed `check_size`.
     A size of None, or the target's own, is the whole vocabulary: `token_ids` is null, and no d2t or t2d is needed.
     """
     train, validation = counts.by_split["train"], counts.by_split["validation"]

@@ -87,10 +87,12 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
     return report
 
 
-def foretell_extraction(recipe: Recipe, paths: RunPaths) -> list[str]:
-    """What extraction of the run's corpus takes: bytes on disk, and time. A line each."""
+def foretell(stage: str, recipe: Recipe, paths: RunPaths) -> list[str]:
+    """What to know before a stage begins, a line each: samples too long for the target; what extraction takes."""
+    names = {"prepare": ("sample length",), "extract": ("store size", "extraction time")}[stage]
     _, checks = _judge(recipe, evidence_of(paths.read_facts().path), weights_needed=False)
-    return [f"{check.name}: {check.detail}" for check in checks if check.name in ("store size", "extraction time")]
+    told = [check for check in checks if check.name in names]
+    return [f"{check.name}: {check.detail}" + (f"; {check.hint}" if check.hint else "") for check in told]
 
 
 def evidence_of(model: str, revision: str | None = None, ssh: str | None = None) -> dict[str, Any]:

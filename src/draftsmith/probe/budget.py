@@ -67,6 +67,7 @@ def check_budget(facts: TargetFacts, recipe: Recipe, evidence: dict[str, Any]) -
     per_token = bytes_per_token(width, len(aux_layer_ids), codec, tokens.taught) if width else None
     active = active_parameters(facts, text_config(evidence.get("config") or {}, facts.wrapper))
     checks = [
+        *_check_length(facts, recipe.prepare.max_length_tokens),
         _check_memory(facts, devices, recipe.extract.batch_tokens),
         _check_load(facts, devices, recipe.probe),
         _check_store(per_token, tokens, room),
@@ -126,7 +127,20 @@ def text_config(config: dict[str, Any], wrapper: str | None) -> dict[str, Any]:
     return config
 
 
-# ---- The target: weights, cache, arithmetic ----
+# ---- The target: positions, weights, cache, arithmetic ----
+
+
+def _check_length(facts: TargetFacts, most_tokens: int) -> list[Check]:
+    """A warning where samples may go on past the target's positions."""
+    positions, scaling = facts.max_position_embeddings, facts.rope_scaling or {}
+    factor, kind = scaling.get("factor"), scaling.get("rope_type")
+    if positions and isinstance(factor, int | float) and kind in ("yarn", "linear", "dynamic"):  # as vLLM derives it
+        positions = max(positions, int((scaling.get("original_max_position_embeddings") or positions) * factor))
+    if not positions or most_tokens <= positions:
+        return []
+    detail = f"prepare.max_length_tokens is {most_tokens:,}, and the target has {positions:,} positions"
+    hint = f"past them it writes nonsense or fails: set prepare.max_length_tokens to at most {positions}"
+    return [Check("sample length", "warn", detail, hint)]
 
 
 def weight_bytes_per_device(facts: TargetFacts, devices: Devices) -> int | None:
