@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from draftsmith.draft.engine_draft import load_engine_draft
 from draftsmith.draft.files import load_draft, save_draft
 from draftsmith.draft.model import Draft
 from draftsmith.draft.names import rename_all, to_sglang
 from draftsmith.errors import CheckpointError, DataError, RequestError
 from draftsmith.export.formats import sglang_config, tensors_to_ship, write_folder, write_vllm
+from draftsmith.layers import default_aux_layer_ids
 from draftsmith.pipeline import _files
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import parse
@@ -69,6 +72,33 @@ def test_an_earlier_draft_keeps_its_vocabulary(tmp_path: Path, tiny_target: Path
     assert draft.d2t.equal(other.d2t)
 
 
+def test_ids_as_specforge_writes_them_are_those_it_trained_with_and_its_norm_is_not_taken_for_another(
+    tmp_path: Path, tiny_target: Path, earlier: Path
+) -> None:
+    facts, folder = read_facts(str(tiny_target)), tmp_path / "flat"
+    head = load_head(facts, torch.device("cpu"), torch.float32)
+    write_flat(folder, load_draft(earlier, head))
+    config = json.loads((folder / "config.json").read_text())
+    assert config["norm_output"]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [id - 1 for id in AUX_LAYER_IDS]
+    del config["eagle_aux_hidden_state_layer_ids"]
+    write_json(folder / "config.json", config)
+    with pytest.raises(CheckpointError, match="norm_output=true, which in SpecForge is the norm before the head"):
+        first_draft(tmp_path, tiny_target, initial=str(folder))
+    ids = [id + 1 for id in AUX_LAYER_IDS]  # which are not vLLM's default
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = list(AUX_LAYER_IDS)
+    write_json(folder / "config.json", {**config, "norm_output": False})
+    draft, notes = load_engine_draft(folder, facts, head, to_train=True)
+    assert (draft.config.aux_layer_ids, draft.config.norm_output) == (tuple(ids), False)
+    assert any(
+        f"aux_layer_ids {list(AUX_LAYER_IDS)} in eagle_config alone" in n and f"it is {ids} here" in n for n in notes
+    )
+    served, notes = load_engine_draft(folder, facts, head)
+    assert served.config.aux_layer_ids == default_aux_layer_ids(facts.num_hidden_layers or 0)
+    assert any("which vLLM passes over: it takes" in n for n in notes)
+    assert not any("does not say aux_layer_ids" in n for n in notes)
+
+
 def write_flat(folder: Path, draft: Draft, **tensors: torch.Tensor) -> None:
     """A draft as SGLang and the published ones have it, whose weights hold `tensors` too."""
     shipped = {**tensors_to_ship(draft, torch.bfloat16), **tensors}
@@ -87,6 +117,7 @@ def test_training_goes_on_from_a_draft_in_an_engines_format(tmp_path: Path, tiny
         .read_text()
         .replace(f'"rope_theta": {trained.config.rope_theta}', '"rope_theta": 500.0')
     )
+    write_json(tmp_path / "flat/draftsmith.json", {})  # whose norm_output is vLLM's
     for name, theta in (("vllm", trained.config.rope_theta), ("flat", 500.0)):
         draft = first_draft(tmp_path, tiny_target, initial=str(tmp_path / name))
         assert draft.config == dataclasses.replace(trained.config, rope_theta=theta)

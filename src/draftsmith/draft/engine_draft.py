@@ -22,12 +22,12 @@ from draftsmith.draft.files import CONFIG, EMBEDDING, WEIGHTS
 from draftsmith.draft.model import Draft
 from draftsmith.draft.names import SGLANG, from_sglang, from_vllm, rename_all
 from draftsmith.errors import CheckpointError, RequestError
-from draftsmith.layers import default_aux_layer_ids
+from draftsmith.layers import default_aux_layer_ids, from_specforge
 from draftsmith.records import TargetFacts
 from draftsmith.target import TargetHead
 
 MANIFEST, INDEX, PICKLED = "draftsmith.json", "model.safetensors.index.json", "pytorch_model.bin"
-_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+IDS, HEAD = "eagle_aux_hidden_state_layer_ids", "lm_head.weight"
 _SAME_TARGET = ("config_sha256", "weights_sha256", "tokenizer_sha256", "template_sha256", "quantization", "dtype")
 
 
@@ -36,20 +36,35 @@ def is_for_engines(folder: Path) -> bool:
     return (folder / CONFIG).exists() and "architectures" in _read_json(folder / CONFIG)
 
 
-def load_engine_draft(folder: Path, facts: TargetFacts, head: TargetHead) -> tuple[Draft, list[str]]:
+def load_engine_draft(
+    folder: Path, facts: TargetFacts, head: TargetHead, *, to_train: bool = False
+) -> tuple[Draft, list[str]]:
     """The draft as vLLM would run it, and what is known to be wrong without running it.
+
+    Args:
+        to_train: as it was trained instead, where SpecForge writes what vLLM passes over or takes for something else
+            (docs/decisions/0008).
 
     Raises:
         CheckpointError: the files are damaged, or are no draft for this target; names what differs.
     """
     root = _read_json(folder / CONFIG)
-    config, silent = _config(root, facts, folder)
+    if to_train:
+        _refuse_specforge_norm(root, folder)
+    config, silent = _config(root, facts, folder, to_train)
     _refuse_other_shape(config, facts, folder)
     tensors = _read_tensors(folder)
     rename = from_sglang if any(name.startswith(SGLANG) for name in tensors) else from_vllm
     tensors = rename_all(tensors, rename)
     draft = Draft(config)
-    tensors = {EMBEDDING: head.embedding.detach(), **tensors}
+    tensors = {EMBEDDING: head.embedding.detach(), **_shared_head(config, head), **tensors}
+    if draft.has_vocab_map and "d2t" not in tensors:
+        raise CheckpointError(
+            f"d2t is not in the weights of a draft that has {config.draft_vocab_size:,} of {config.vocab_size:,} tokens",
+            where=str(folder),
+            hint="vLLM would take them for the target's first ones, without a word: fetch the draft again, or add its "
+            "d2t, which is the target's id less the draft's for each of its tokens",
+        )
     wrong = [
         f"{name}: {'not in the weights' if name not in tensors else 'of another shape than config.json says'}"
         for name, value in draft.state_dict().items()
@@ -61,6 +76,25 @@ def load_engine_draft(folder: Path, facts: TargetFacts, head: TargetHead) -> tup
     draft.load_state_dict({name: x for name, x in tensors.items() if name not in unread}, assign=True, strict=False)
     found = silent + [f"the weights hold {name}, which config.json has no place for" for name in unread]
     return draft.to(head.embedding.device).requires_grad_(False), found + _against_manifest(folder, config, facts)
+
+
+def _shared_head(config: DraftConfig, head: TargetHead) -> dict[str, torch.Tensor]:
+    """What vLLM takes for a head that is not in the weights (`v1/spec_decode/llm_base_proposer.py`): the target's,
+    which fits a draft of its width and its whole vocabulary alone. A copy, for training changes it."""
+    fits = (config.draft_vocab_size, config.hidden_size) == tuple(head.lm_head.shape) and head.lm_head_bias is None
+    return {HEAD: head.lm_head.detach().clone()} if fits else {}
+
+
+def _refuse_specforge_norm(root: dict[str, Any], folder: Path) -> None:
+    """In the flat format, `norm_output` has two meanings. Raises CheckpointError unless the draft is our own."""
+    if root.get("norm_output") and "transformer_layer_config" not in root and not (folder / MANIFEST).exists():
+        raise CheckpointError(
+            "says norm_output=true, which in SpecForge is the norm before the head, and in vLLM one before the state "
+            "is fed back too",
+            where=str(folder / CONFIG),
+            hint="if SpecForge trained it, set norm_output to false there, which is what it was trained with in vLLM's "
+            "terms; otherwise give it in the speculators format",
+        )
 
 
 def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -80,14 +114,16 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def _config(root: dict[str, Any], facts: TargetFacts, folder: Path) -> tuple[DraftConfig, list[str]]:
-    """The shape as vLLM reads it, and what it has to assume."""
+def _config(root: dict[str, Any], facts: TargetFacts, folder: Path, to_train: bool) -> tuple[DraftConfig, list[str]]:
+    """The shape as vLLM reads it, or with SpecForge's layer ids as it was trained, and what has to be assumed."""
     file = folder / CONFIG
     speculators = "transformer_layer_config" in root
     layer = _section(root, "transformer_layer_config", file) if speculators else root
     rope = _section(layer, "rope_parameters", file) or _section(layer, "rope_scaling", file)
+    eagle = _section(root, "eagle_config", file)
+    nested = eagle.get(IDS) if root.get(IDS) is None else None
     said = {
-        "aux_layer_ids": root.get("eagle_aux_hidden_state_layer_ids"),
+        "aux_layer_ids": _canonical(nested) if nested and to_train else root.get(IDS),
         "norm_before_residual": root.get("norm_before_residual"),
         "rope_theta": rope.pop("rope_theta", layer.get("rope_theta")),
     }
@@ -99,14 +135,13 @@ def _config(root: dict[str, Any], facts: TargetFacts, folder: Path) -> tuple[Dra
     silent = {name: defaults[name] for name, value in said.items() if value is None}
     heads, hidden_size = layer.get("num_attention_heads") or None, layer.get("hidden_size")
     shared = hidden_size // heads if isinstance(hidden_size, int) and isinstance(heads, int) else None
-    norms = _section(root, "eagle_config", file)
     values = {field.name: layer.get(field.name) for field in dataclasses.fields(DraftConfig)} | {
         "draft_vocab_size": root.get("draft_vocab_size") or layer.get("vocab_size"),
         "target_hidden_size": root.get("target_hidden_size") or hidden_size,
         "num_attention_heads": heads,
         "num_key_value_heads": layer.get("num_key_value_heads") or heads,
         "head_dim": layer.get("head_dim") or shared,
-        "norm_before_fc": bool(norms.get("norm_before_fc", root.get("norm_before_fc"))),
+        "norm_before_fc": bool(eagle.get("norm_before_fc", root.get("norm_before_fc"))),
         "fc_norm": bool(root.get("fc_norm")),
         "norm_output": bool(root.get("norm_output")),
         **said,
@@ -116,6 +151,15 @@ def _config(root: dict[str, Any], facts: TargetFacts, folder: Path) -> tuple[Dra
     if absent := [name for name, value in values.items() if value is None and name != "rope_scaling"]:
         raise CheckpointError(f"does not say {', '.join(absent)}", where=str(file))
     assumed = [f"config.json does not say {name}: vLLM takes {json.dumps(value)}" for name, value in silent.items()]
+    if nested:
+        ids = f"config.json has aux_layer_ids {json.dumps(nested)} in eagle_config alone, which vLLM passes over: "
+        if to_train:
+            ids += (
+                f"they name the layers whose outputs are read, so that it is {json.dumps(said['aux_layer_ids'])} here"
+            )
+        else:
+            ids += f"it takes {json.dumps(silent['aux_layer_ids'])}"
+        assumed = [ids, *(note for note in assumed if " aux_layer_ids: " not in note)]
     try:
         return TypeAdapter(DraftConfig).validate_python(values), assumed
     except ValidationError as error:
@@ -123,6 +167,12 @@ def _config(root: dict[str, Any], facts: TargetFacts, folder: Path) -> tuple[Dra
         raise CheckpointError("; ".join(wrong), where=str(file)) from error
     except RequestError as error:  # which would send to the recipe
         raise CheckpointError(error.what, where=str(file)) from error
+
+
+def _canonical(nested: Any) -> Any:
+    """Ids of `eagle_config`. What is no list of ids stays as it is, to be refused by name."""
+    is_ids = isinstance(nested, list) and all(isinstance(id, int) for id in nested)
+    return from_specforge(nested) if is_ids else nested
 
 
 def _section(of: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
