@@ -57,32 +57,27 @@ def load_engine_draft(
     rename = from_sglang if any(name.startswith(SGLANG) for name in tensors) else from_vllm
     tensors = rename_all(tensors, rename)
     draft = Draft(config)
-    tensors = {EMBEDDING: head.embedding.detach(), **_shared_head(config, head), **tensors}
-    if draft.has_vocab_map and "d2t" not in tensors:
-        raise CheckpointError(
-            f"d2t is not in the weights of a draft that has {config.draft_vocab_size:,} of {config.vocab_size:,} tokens",
-            where=str(folder),
-            hint="vLLM would take them for the target's first ones, without a word: fetch the draft again, or add its "
-            "d2t, which is the target's id less the draft's for each of its tokens",
-        )
+    tensors = {EMBEDDING: head.embedding.detach(), **tensors}
+    if HEAD not in tensors and _shares_head(config, head):
+        tensors[HEAD] = head.lm_head.detach().clone()  # which training changes
     wrong = [
         f"{name}: {'not in the weights' if name not in tensors else 'of another shape than config.json says'}"
         for name, value in draft.state_dict().items()
         if name != "t2d" and (name not in tensors or tensors[name].shape != value.shape)
     ]
     if wrong:
-        raise CheckpointError("; ".join(wrong), where=str(folder), hint="an engine refuses it, or runs random weights")
+        hint = "an engine refuses it, runs random weights, or says the first tokens only: export or fetch it anew"
+        raise CheckpointError("; ".join(wrong), where=str(folder), hint=hint)
     unread = sorted(tensors.keys() - draft.state_dict().keys())
     draft.load_state_dict({name: x for name, x in tensors.items() if name not in unread}, assign=True, strict=False)
     found = silent + [f"the weights hold {name}, which config.json has no place for" for name in unread]
     return draft.to(head.embedding.device).requires_grad_(False), found + _against_manifest(folder, config, facts)
 
 
-def _shared_head(config: DraftConfig, head: TargetHead) -> dict[str, torch.Tensor]:
-    """What vLLM takes for a head that is not in the weights (`v1/spec_decode/llm_base_proposer.py`): the target's,
-    which fits a draft of its width and its whole vocabulary alone. A copy, for training changes it."""
-    fits = (config.draft_vocab_size, config.hidden_size) == tuple(head.lm_head.shape) and head.lm_head_bias is None
-    return {HEAD: head.lm_head.detach().clone()} if fits else {}
+def _shares_head(config: DraftConfig, head: TargetHead) -> bool:
+    """Whether the target's head does for one that is not in the weights, which vLLM then takes
+    (`v1/spec_decode/llm_base_proposer.py`)."""
+    return (config.draft_vocab_size, config.hidden_size) == tuple(head.lm_head.shape) and head.lm_head_bias is None
 
 
 def _refuse_specforge_norm(root: dict[str, Any], folder: Path) -> None:
@@ -123,7 +118,7 @@ def _config(root: dict[str, Any], facts: TargetFacts, folder: Path, to_train: bo
     eagle = _section(root, "eagle_config", file)
     nested = eagle.get(IDS) if root.get(IDS) is None else None
     said = {
-        "aux_layer_ids": _canonical(nested) if nested and to_train else root.get(IDS),
+        "aux_layer_ids": (to_train and nested) or root.get(IDS),
         "norm_before_residual": root.get("norm_before_residual"),
         "rope_theta": rope.pop("rope_theta", layer.get("rope_theta")),
     }
@@ -151,28 +146,20 @@ def _config(root: dict[str, Any], facts: TargetFacts, folder: Path, to_train: bo
     if absent := [name for name, value in values.items() if value is None and name != "rope_scaling"]:
         raise CheckpointError(f"does not say {', '.join(absent)}", where=str(file))
     assumed = [f"config.json does not say {name}: vLLM takes {json.dumps(value)}" for name, value in silent.items()]
-    if nested:
-        ids = f"config.json has aux_layer_ids {json.dumps(nested)} in eagle_config alone, which vLLM passes over: "
-        if to_train:
-            ids += (
-                f"they name the layers whose outputs are read, so that it is {json.dumps(said['aux_layer_ids'])} here"
-            )
-        else:
-            ids += f"it takes {json.dumps(silent['aux_layer_ids'])}"
-        assumed = [ids, *(note for note in assumed if " aux_layer_ids: " not in note)]
     try:
-        return TypeAdapter(DraftConfig).validate_python(values), assumed
+        config = TypeAdapter(DraftConfig).validate_python(values)
     except ValidationError as error:
         wrong = [f"{found['loc'][0]} is {json.dumps(found['input'])}: {found['msg']}" for found in error.errors()]
         raise CheckpointError("; ".join(wrong), where=str(file)) from error
     except RequestError as error:  # which would send to the recipe
         raise CheckpointError(error.what, where=str(file)) from error
-
-
-def _canonical(nested: Any) -> Any:
-    """Ids of `eagle_config`. What is no list of ids stays as it is, to be refused by name."""
-    is_ids = isinstance(nested, list) and all(isinstance(id, int) for id in nested)
-    return from_specforge(nested) if is_ids else nested
+    if nested:
+        here = "are passed over by vLLM"
+        if to_train:
+            config = dataclasses.replace(config, aux_layer_ids=from_specforge(config.aux_layer_ids))
+            here = f"are canonical {list(config.aux_layer_ids)}"
+        assumed.append(f"config.json has layer ids in eagle_config alone, as SpecForge: {json.dumps(nested)} {here}")
+    return config, assumed
 
 
 def _section(of: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
