@@ -21,7 +21,10 @@ from draftsmith.target import TargetHead
 
 CONFIG, WEIGHTS, EMBEDDING = "config.json", "model.safetensors", "embed_tokens.weight"
 DIGEST = "weights_sha256"
-_HINT = "delete it if it is a checkpoint: training goes on from the one before, or with --redo from the start"
+_HINT = (
+    "if training wrote it, delete this draft's folder: `draftsmith train RECIPE` then makes it anew from the last "
+    "checkpoint, or with --redo from the start"
+)
 
 
 def save_draft(folder: Path, draft: Draft) -> None:
