@@ -279,6 +279,20 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+def test_other_users_can_read_what_the_umask_lets_them(copied):
+    """Such as a server that runs as one of its own."""
+    loaded, paths = copied
+    before = os.umask(0o027)
+    try:
+        for stage in ("train", "export"):
+            run_stage(stage, loaded, redo=True)
+    finally:
+        os.umask(before)
+    files = [file for of in ("train/checkpoints", "export") for file in (paths.root / of).rglob("*") if file.is_file()]
+    assert {file.suffix for file in files} == {".json", ".safetensors"}
+    assert {oct(file.stat().st_mode & 0o777) for file in files} == {"0o640"}
+
+
 def test_a_trained_draft_that_is_damaged_or_gone_is_made_anew_from_the_last_checkpoint(copied):
     loaded, paths = copied
     before = contents(paths.checkpoints)
