@@ -35,19 +35,6 @@ class ExportedDraft:
     config: DraftConfig
     tensors: dict[str, torch.Tensor]
 
-    def assemble(self, embedding: torch.Tensor | None = None) -> Draft:
-        """The draft, with the target's embedding [Vt, H] where it has none of its own.
-
-        Raises:
-            CheckpointError: it has none, and none is given.
-        """
-        own = self.tensors.get(EMBEDDING, embedding)
-        if own is None:
-            raise CheckpointError(f"{EMBEDDING} is not in the draft's folder", hint="give the target's embedding")
-        draft = Draft(self.config)
-        draft.load_state_dict({**self.tensors, EMBEDDING: own}, assign=True)
-        return draft.requires_grad_(False)
-
 
 def read_vllm(folder: Path) -> ExportedDraft:
     """Read a draft in the speculators format.
