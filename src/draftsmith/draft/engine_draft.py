@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from draftsmith.draft.config import DraftConfig
-from draftsmith.draft.files import CONFIG, EMBEDDING, WEIGHTS
+from draftsmith.draft.engine_files import CONFIG, MANIFEST, read_mapping, section
+from draftsmith.draft.files import EMBEDDING, WEIGHTS
 from draftsmith.draft.model import Draft
 from draftsmith.draft.names import SGLANG, from_sglang, from_vllm, rename_all
 from draftsmith.errors import CheckpointError, RequestError
@@ -26,14 +27,14 @@ from draftsmith.layers import default_aux_layer_ids, from_specforge
 from draftsmith.records import TargetFacts
 from draftsmith.target import TargetHead
 
-MANIFEST, INDEX, PICKLED = "draftsmith.json", "model.safetensors.index.json", "pytorch_model.bin"
+INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin"
 IDS, HEAD = "eagle_aux_hidden_state_layer_ids", "lm_head.weight"
 _SAME_TARGET = ("config_sha256", "weights_sha256", "tokenizer_sha256", "template_sha256", "quantization", "dtype")
 
 
 def is_for_engines(folder: Path) -> bool:
     """Whether it is an exported or published draft, not a checkpoint."""
-    return (folder / CONFIG).exists() and "architectures" in _read_json(folder / CONFIG)
+    return (folder / CONFIG).exists() and "architectures" in read_mapping(folder / CONFIG)
 
 
 def load_engine_draft(
@@ -48,7 +49,7 @@ def load_engine_draft(
     Raises:
         CheckpointError: the files are damaged, or are no draft for this target; names what differs.
     """
-    root = _read_json(folder / CONFIG)
+    root = read_mapping(folder / CONFIG)
     if to_train:
         _refuse_specforge_norm(root, folder)
     config, silent = _config(root, facts, folder, to_train)
@@ -101,7 +102,7 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
             return {**torch.load(file, map_location="cpu", weights_only=True)}
         if file.name == WEIGHTS:
             return load_file(file)
-        files = set(_section(_read_json(file), "weight_map", file).values())
+        files = set(section(read_mapping(file), "weight_map", file).values())
         return {name: tensor for one in sorted(files) for name, tensor in load_file(folder / one).items()}
     except (OSError, SafetensorError, UnpicklingError, RuntimeError, EOFError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -113,9 +114,9 @@ def _config(root: dict[str, Any], facts: TargetFacts, folder: Path, to_train: bo
     """The shape as vLLM reads it, or with SpecForge's layer ids as it was trained, and what has to be assumed."""
     file = folder / CONFIG
     speculators = "transformer_layer_config" in root
-    layer = _section(root, "transformer_layer_config", file) if speculators else root
-    rope = _section(layer, "rope_parameters", file) or _section(layer, "rope_scaling", file)
-    eagle = _section(root, "eagle_config", file)
+    layer = section(root, "transformer_layer_config", file) if speculators else root
+    rope = section(layer, "rope_parameters", file) or section(layer, "rope_scaling", file)
+    eagle = section(root, "eagle_config", file)
     nested = eagle.get(IDS) if root.get(IDS) is None else None
     said = {
         "aux_layer_ids": (to_train and nested) or root.get(IDS),
@@ -162,14 +163,6 @@ def _config(root: dict[str, Any], facts: TargetFacts, folder: Path, to_train: bo
     return config, assumed
 
 
-def _section(of: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
-    """A copy; empty where there is none."""
-    section = of.get(name)
-    if section is not None and not isinstance(section, dict):
-        raise CheckpointError(f"{name} is not a mapping", where=str(file))
-    return dict(section or {})
-
-
 def _refuse_other_shape(config: DraftConfig, facts: TargetFacts, folder: Path) -> None:
     wrong = [
         f"{name} is {there}, the target's is {own}"
@@ -191,26 +184,16 @@ def _against_manifest(folder: Path, config: DraftConfig, facts: TargetFacts) -> 
     """What config.json and the target say otherwise than the manifest of the export, where there is one."""
     if not (folder / MANIFEST).exists():
         return []
-    manifest = _read_json(folder / MANIFEST)
+    manifest = read_mapping(folder / MANIFEST)
     found = []
-    trained, read = _section(manifest, "draft", folder / MANIFEST), config.to_json()
+    trained, read = section(manifest, "draft", folder / MANIFEST), config.to_json()
     for name in read:
         there, own = (json.loads(json.dumps(of.get(name))) for of in (read, trained))
         if name in trained and there != own:
             found.append(f"config.json says {name} {json.dumps(there)}, it was trained with {json.dumps(own)}")
-    target = _section(manifest, "target", folder / MANIFEST)
+    target = section(manifest, "target", folder / MANIFEST)
     for name in _SAME_TARGET:
         there, own = target.get(name), getattr(facts, name)
         if name in target and there != own:
             found.append(f"it was trained for a target of {name} {json.dumps(there)}, this one has {json.dumps(own)}")
     return found
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot be read: {error}", where=str(file)) from error
-    if not isinstance(data, dict):
-        raise CheckpointError("is not a mapping", where=str(file))
-    return data
