@@ -14,8 +14,11 @@ import pytest
 import yaml
 
 from draftsmith.corpus import corpus_lengths
-from draftsmith.errors import DataError
+from draftsmith.errors import CheckpointError, DataError, MissingInputError, StaleError
+from draftsmith.pipeline import run_stage
+from draftsmith.recipe import Recipe, load
 from draftsmith.rundir import RunPaths, hash_file, hash_json, sole_process
+from draftsmith.store.shards import Store
 from draftsmith.vocab_map import read_draft_vocab
 
 STAGES = ["probe", "prepare", "extract", "train", "evaluate", "export", "serve", "report"]
@@ -261,6 +264,78 @@ def test_a_file_that_is_not_what_its_stage_wrote_is_refused_by_name(finished, st
     assert f"{stage}/{file}: damaged, changed or removed since it was written" in done.stderr
     assert f"`draftsmith {stage} RECIPE --redo`" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def copied(finished, tmp_path, monkeypatch) -> tuple[Recipe, RunPaths]:
+    """The recipe of a finished run, and the run, to do with as one likes."""
+    shutil.copytree(finished, tmp_path / "copy", symlinks=True)
+    monkeypatch.chdir(tmp_path / "copy")
+    loaded = load("recipe.yaml")
+    return loaded, RunPaths(loaded.folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_other_users_can_read_what_the_umask_lets_them(copied):
+    """Such as a server that runs as one of its own."""
+    loaded, paths = copied
+    before = os.umask(0o027)
+    try:
+        for stage in ("train", "export"):
+            run_stage(stage, loaded, redo=True)
+    finally:
+        os.umask(before)
+    files = [file for of in ("train/checkpoints", "export") for file in (paths.root / of).rglob("*") if file.is_file()]
+    assert {file.suffix for file in files} == {".json", ".safetensors"}
+    assert {oct(file.stat().st_mode & 0o777) for file in files} == {"0o640"}
+
+
+def test_a_trained_draft_that_is_damaged_or_gone_is_made_anew_from_the_last_checkpoint(copied):
+    loaded, paths = copied
+    before = contents(paths.checkpoints)
+    steps = {file: file.stat().st_mtime_ns for file in paths.checkpoints.glob("step-*/*")}
+    weights = paths.checkpoints / "final/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    with pytest.raises(
+        CheckpointError, match="delete this draft's folder: `draftsmith train RECIPE` then makes it anew"
+    ):
+        run_stage("export", loaded, redo=True)
+    shutil.rmtree(weights.parent)
+    with pytest.raises(StaleError, match="delete it: `draftsmith train RECIPE` then makes it anew from the last"):
+        run_stage("evaluate", loaded)
+    shutil.rmtree(paths.checkpoints / "initial")
+    run_stage("train", loaded)
+    assert contents(paths.checkpoints) == before
+    assert steps == {file: file.stat().st_mtime_ns for file in steps}, "it was trained again"
+    run_stage("export", loaded)
+
+
+def test_a_draft_before_training_that_is_gone_with_all_checkpoints_is_not_trained_for(copied, capsys):
+    loaded, paths = copied
+    for folder in (paths.checkpoints / "initial", *paths.checkpoints.glob("step-*")):
+        shutil.rmtree(folder)
+    before = contents(paths.stage("train"))
+    run_stage("train", loaded)
+    assert contents(paths.stage("train")) == before
+    assert "train: done already" in capsys.readouterr().err
+    with pytest.raises(MissingInputError, match="with --redo if it says that it is done already"):
+        run_stage("evaluate", loaded, redo=True)
+
+
+def test_a_shard_that_is_gone_is_extracted_anew_and_a_store_that_is_gone_is_not(copied, capsys):
+    loaded, paths = copied
+    before = {found.id: found.aux.tolist() for found in Store.open(paths.store)}
+    next(paths.store.glob("shard-*")).unlink()
+    run_stage("extract", loaded)
+    assert {found.id: found.aux.tolist() for found in Store.open(paths.store)} == before
+    assert "done already" not in capsys.readouterr().err
+    shutil.rmtree(paths.store)  # for room, once the draft is trained
+    run_stage("extract", loaded)
+    assert not paths.store.exists()
+    assert "extract: done already" in capsys.readouterr().err
 
 
 def test_facts_and_a_vocabulary_that_no_stage_wrote_are_refused_by_what_is_wrong(finished, tmp_path):

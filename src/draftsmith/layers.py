@@ -69,36 +69,3 @@ def to_sglang(ids: Sequence[int]) -> tuple[int, ...]:
 def from_specforge(ids: Sequence[int]) -> tuple[int, ...]:
     """SpecForge hands the ids of `eagle_config` to SGLang's setter."""
     return from_sglang(ids)
-
-
-def to_specforge(ids: Sequence[int]) -> tuple[int, ...]:
-    return to_sglang(ids)
-
-
-def from_dflash(ids: Sequence[int]) -> tuple[int, ...]:
-    """DFlash's `target_layer_ids` name the layer whose output is read (vLLM `configs/speculators/algos.py`)."""
-    return tuple(id + 1 for id in ids)
-
-
-def to_dflash(ids: Sequence[int]) -> tuple[int, ...]:
-    return tuple(id - 1 for id in ids)
-
-
-def from_transformers(indices: Sequence[int], num_hidden_layers: int) -> tuple[int, ...]:
-    """Indices of transformers' `hidden_states` are canonical, but for N, which is after the final norm.
-
-    Raises:
-        RequestError: N is among them; that state is no id.
-    """
-    if num_hidden_layers in indices:
-        raise RequestError(
-            f"hidden_states[{num_hidden_layers}] of transformers is after the final norm and is no layer's output",
-            where="layer ids",
-            hint="hook the last decoder layer for the state before the norm",
-        )
-    return tuple(indices)
-
-
-def to_transformers(ids: Sequence[int], num_hidden_layers: int) -> tuple[int, ...]:
-    """The same check in the other direction: id N is in no entry of `hidden_states`."""
-    return from_transformers(ids, num_hidden_layers)

@@ -30,8 +30,10 @@ from draftsmith.rundir import (
     sole_process,
     write_json,
 )
+from draftsmith.store.ledger import LEDGER, lost_shards, read_ledger
 
 ALWAYS = ("serve", "report")  # a command line and a page cost nothing to make again
+DRAFT_FILES = ("config.json", "model.safetensors")
 
 
 def run_all(recipe: Recipe, *, redo: bool = False) -> dict[str, Any]:
@@ -133,8 +135,10 @@ def _run_alone(
                 hint=f"restore them, or use another run_dir; `draftsmith {stage} RECIPE --redo`, with the same "
                 f"settings, deletes all that this stage left{_took(state)} and does it again",
             )
-        _refuse_damage(stage, stage, paths)
-        if state["status"] == "done" and not _goes_on(stage, recipe):
+        lacks = state["status"] == "done" and _lacks(stage, paths)
+        if not lacks:
+            _refuse_damage(stage, stage, paths)
+        if state["status"] == "done" and not lacks and not _goes_on(stage, recipe):
             append_event(paths, stage, "skipped")
             print(f"{stage}: done already", file=sys.stderr)
             return state["report"]
@@ -183,6 +187,17 @@ def _without(outputs: dict[str, str], name: str) -> dict[str, str]:
 def _goes_on(stage: str, recipe: Recipe) -> bool:
     """Whether a finished stage may have more to do: serving is measured on top of the other figures, which stay."""
     return stage == "evaluate" and recipe.evaluate.served.enabled
+
+
+def _lacks(stage: str, paths: RunPaths) -> bool:
+    """Whether something is gone that a finished stage makes anew of what is left: a draft from the last checkpoint, or
+    a shard's samples. Where nothing is left, it may have been deleted for room, and is no work to begin unasked."""
+    if stage == "train" and any(paths.checkpoints.glob("step-*")):
+        files = [paths.checkpoints / of / name for of in ("initial", "final") for name in DRAFT_FILES]
+        return not all(file.is_file() for file in files)
+    if stage == "extract" and (paths.store / LEDGER).exists():
+        return bool(lost_shards(paths.store, read_ledger(paths.store).entries))
+    return False
 
 
 def read_state(paths: RunPaths, stage: str) -> dict[str, Any] | None:
@@ -271,10 +286,13 @@ def _refuse_damage(stage: str, name: str, paths: RunPaths) -> None:
     recorded = (read_state(paths, name) or {}).get("outputs", {})
     there = hash_outputs(paths, name) if recorded else {}
     if differing := [f"{name}/{file}" for file, digest in recorded.items() if there.get(file) != digest]:
+        anew = f"make it anew with `draftsmith {name} RECIPE --redo`"
+        if name == "train":
+            anew += "; or delete it: `draftsmith train RECIPE` then makes it anew from the last checkpoint"
         raise StaleError(
             f"{', '.join(differing)}: damaged, changed or removed since it was written",
             where=stage,
-            hint=f"restore it from a copy, or make it anew with `draftsmith {name} RECIPE --redo`",
+            hint=f"restore it from a copy, or {anew}",
         )
 
 

@@ -111,8 +111,9 @@ class RunPaths:
         """The path, if the stage that makes it has done so."""
         if not path.exists():
             raise MissingInputError(
-                f"{path} is not there: `{stage}` has not been done",
-                hint=f"run `draftsmith {stage} RECIPE`, or `draftsmith run RECIPE` for everything in order",
+                f"{path} is not there, which `{stage}` makes",
+                hint=f"run `draftsmith {stage} RECIPE`, with --redo if it says that it is done already; or "
+                "`draftsmith run RECIPE` for everything in order",
             )
         return path
 

@@ -166,7 +166,7 @@ def test_at_a_temperature_texts_are_not_compared(recipe_of):
 
 def test_serving_cannot_be_measured_before_the_export(world, tmp_path):
     paths = build_run(world, tmp_path)
-    with pytest.raises(MissingInputError, match="`export` has not been done"):
+    with pytest.raises(MissingInputError, match="is not there, which `export` makes"):
         run(make_recipe(paths, prompts=0, served={"enabled": True}), paths)
 
 

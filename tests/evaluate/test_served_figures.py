@@ -50,6 +50,7 @@ def measured(
     spread: float = 1.0,
     offline_rates: Any = RATES,
     by_k: Any = None,
+    once: bool = False,
     **served: Any,
 ) -> dict[str, Any]:
     """A machine whose steps always take the same, with such a share of the forecast's speed-up."""
@@ -60,6 +61,9 @@ def measured(
         alone["chat", c] = {"repeats": [repeat(10.0 * c), repeat(12.0 * c)], "texts": [[1], [2]]}
         ours = [repeat(10.0 * c * speedup * spread, 16), repeat(12.0 * c * speedup / spread, 16)]
         drafted["chat", c] = {"repeats": ours, "texts": [[1], [2]], "differences": list(differing)}
+        if once:
+            for found in (alone, drafted):
+                found["chat", c]["repeats"] = found["chat", c]["repeats"][:1]
     greedy = {"name": "recorded trained", "method": "recorded", "draft": "trained", "per_position": offline_rates}
     greedy |= {"within_tokens": within or {}} | ({"by_num_speculative_tokens": by_k} if by_k else {})
     offline = {"prompt_sets": [*sampled, greedy]}
@@ -84,6 +88,15 @@ def test_repeats_twice_and_half_as_fast_are_as_fast_and_never_slower_than_nothin
     for one in measured(spread=2.0)["prompt_sets"]:
         assert one["speedup"] == pytest.approx(2.25 / 1.2)
         assert one["speedup_95"][0] > 0
+
+
+def test_what_was_measured_once_has_no_interval():
+    found = measured(once=True)
+    for one in found["prompt_sets"]:
+        assert (one["confidence_95"], one["speedup_95"]) == (None, None)
+        assert one["mean_acceptance_length"] == pytest.approx(2.25)
+    assert "acceptance length 2.25" in (said := "\n".join(summary_lines(found)))
+    assert "95 %" not in said
 
 
 def test_a_forecast_of_twice_what_was_served_is_off_by_all_of_it():

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from draftsmith.errors import CaptureError, TargetError
 from draftsmith.extract.from_transformers import Reference, batches, head_errors, measure_parity, refuse_wrong_head
-from draftsmith.layers import from_transformers, to_sglang
+from draftsmith.layers import to_sglang
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Target
 from draftsmith.records import Sample, TargetFacts
@@ -188,8 +188,7 @@ def test_transformers_hidden_states_have_canonical_ids_but_for_the_last(powers: 
     _, model = powers
     hidden = model(torch.tensor([[5, 6, 7]]), output_hidden_states=True).hidden_states
     for index in range(8):
-        (id,) = from_transformers([index], num_hidden_layers=8)
-        assert (hidden[index] == 2**id - 1).all()
+        assert (hidden[index] == 2**index - 1).all()
     assert not (hidden[8] == 2**8 - 1).any()
     assert torch.equal(hidden[8], model.model.norm(torch.full_like(hidden[8], 2**8 - 1)))
 

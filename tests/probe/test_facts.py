@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from draftsmith import recipe
+from draftsmith.draft.config import draft_config
 from draftsmith.errors import RequestError, TargetError, TargetNotFoundError
 from draftsmith.probe.facts import facts_from_evidence, read_facts
 from draftsmith.probe.gather import gather
@@ -196,6 +199,27 @@ def test_head_size_is_measured_before_it_is_divided() -> None:
 def test_a_count_that_is_no_whole_number_is_refused(value: Any) -> None:
     with pytest.raises(TargetError, match="num_hidden_layers"):
         facts_of({**INNER, "num_hidden_layers": value})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"],
+)
+@pytest.mark.parametrize("value", [0, -4])
+def test_a_size_that_no_model_has_is_refused_by_name_even_where_the_tensors_say_another(name: str, value: int) -> None:
+    tensors: Tensors = {"model.embed_tokens.weight": ("BF16", [320, 32])}
+    with pytest.raises(TargetError, match=f"{name} is {value}, and must be 1 or more"):
+        facts_of({**INNER, name: value}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("hidden_size", "write hidden_size into the target's config.json"), ("head_dim", "set train.draft.head_dim")],
+)
+def test_a_fact_that_the_drafts_shape_needs_is_asked_for_where_it_can_be_given(name: str, remedy: str) -> None:
+    facts = replace(facts_of(INNER), **{name: None})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=f"does not say {name}.*(?s:.)*{remedy}"):
+        draft_config(facts, recipe.Draft(intermediate_size=8), 4, (1, 2, 3))
 
 
 def test_falcons_flag_means_one_head_for_keys_and_values() -> None:

@@ -61,6 +61,12 @@ def test_latency_is_shown_without_the_draft_and_with_it(copy):
     assert row == ["30.0 → 15.0", "70.0 → 35.0", "– → –", "– → –", "10.0 → 5.0"]
 
 
+def test_what_was_served_once_is_shown_without_an_interval(copy):
+    for one in leave_served(copy, once=True)["prompt_sets"]:
+        beside = table(page_of(copy).by_id("speed"), "Share accepted of each draft token, in serving and offline")
+        assert cells(beside, one["name"]) == ["2.25", "–", "75.0 %", "50.0 %"]
+
+
 def test_acceptance_in_serving_stands_beside_that_offline_and_each_interval_says_what_it_is_over(copy):
     offline = load(copy / "evaluate/acceptance.json")
     of = next(one for one in offline["prompt_sets"] if one["name"] == "recorded trained")

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from draftsmith.draft.engine_draft import load_engine_draft
 from draftsmith.draft.files import load_draft, save_draft
 from draftsmith.draft.model import Draft
 from draftsmith.draft.names import rename_all, to_sglang
 from draftsmith.errors import CheckpointError, DataError, RequestError
 from draftsmith.export.formats import sglang_config, tensors_to_ship, write_folder, write_vllm
+from draftsmith.layers import default_aux_layer_ids
 from draftsmith.pipeline import _files
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import parse
@@ -69,11 +73,98 @@ def test_an_earlier_draft_keeps_its_vocabulary(tmp_path: Path, tiny_target: Path
     assert draft.d2t.equal(other.d2t)
 
 
+def specforge(folder: Path, draft: Draft, **settings: object) -> Path:
+    """A draft as SpecForge leaves it: the ids that it reads less one, in `eagle_config` alone."""
+    write_flat(folder, draft)
+    (folder / "draftsmith.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [id - 1 for id in draft.config.aux_layer_ids]
+    del config["eagle_aux_hidden_state_layer_ids"]
+    write_json(folder / "config.json", {**config, **settings})
+    return folder
+
+
+def test_ids_as_specforge_writes_them_are_those_it_trained_with_and_passed_over_as_vllm_does(
+    tmp_path: Path, tiny_target: Path
+) -> None:
+    facts = read_facts(str(tiny_target))
+    head = load_head(facts, torch.device("cpu"), torch.float32)
+    trained = first_draft(tmp_path, tiny_target, norm_output=False)
+    trained.config = dataclasses.replace(trained.config, aux_layer_ids=(3, 4, 6))  # which are not vLLM's default
+    folder = specforge(tmp_path / "flat", trained)
+    draft, notes = load_engine_draft(folder, facts, head, to_train=True)
+    assert draft.config.aux_layer_ids == (3, 4, 6)
+    assert "[2, 3, 5] are canonical [3, 4, 6]" in " ".join(notes)
+    served, notes = load_engine_draft(folder, facts, head)
+    assert served.config.aux_layer_ids == default_aux_layer_ids(facts.num_hidden_layers or 0)
+    assert "vLLM takes [2, 4, 5]" in " ".join(notes)
+    assert "[2, 3, 5] are passed over by vLLM" in " ".join(notes)
+    with pytest.raises(RequestError, match=r"extract\.aux_layer_ids=\[3, 4, 6\]"):
+        first_draft(tmp_path, tiny_target, initial=str(folder), norm_output=False)
+
+
+@pytest.mark.parametrize("ids", ["2", ["low"], {"low": 2}])
+def test_nested_ids_that_are_none_are_named(tmp_path: Path, tiny_target: Path, earlier: Path, ids: object) -> None:
+    head = load_head(read_facts(str(tiny_target)), torch.device("cpu"), torch.float32)
+    folder = specforge(
+        tmp_path / "flat",
+        load_draft(earlier, head),
+        norm_output=False,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": ids},
+    )
+    with pytest.raises(CheckpointError, match="aux_layer_ids"):
+        first_draft(tmp_path, tiny_target, initial=str(folder))
+
+
+def test_a_norm_that_may_be_specforges_is_not_taken_for_vllms(tmp_path: Path, tiny_target: Path, earlier: Path) -> None:
+    head = load_head(read_facts(str(tiny_target)), torch.device("cpu"), torch.float32)
+    folder = specforge(tmp_path / "flat", load_draft(earlier, head), norm_output=True)
+    with pytest.raises(CheckpointError, match="norm_output=true, which in SpecForge is the norm before the head"):
+        first_draft(tmp_path, tiny_target, initial=str(folder))
+    specforge(folder, load_draft(earlier, head), norm_output=False)
+    assert not first_draft(tmp_path, tiny_target, initial=str(folder), norm_output=False).config.norm_output
+
+
+def test_a_draft_of_the_whole_vocabulary_without_a_head_has_a_copy_of_the_targets(
+    tmp_path: Path, tiny_target: Path
+) -> None:
+    facts = read_facts(str(tiny_target))
+    head = load_head(facts, torch.device("cpu"), torch.float32)
+    whole = Draft(dataclasses.replace(first_draft(tmp_path, tiny_target).config, draft_vocab_size=facts.vocab_size))
+    write_vllm(tmp_path / "vllm", whole, torch.float32, "target", facts, 3)
+    without(tmp_path / "vllm", "lm_head.weight")
+    draft = first_draft(tmp_path, tiny_target, initial=str(tmp_path / "vllm"))
+    assert torch.equal(draft.lm_head.weight, head.lm_head)
+    loaded, _ = load_engine_draft(tmp_path / "vllm", facts, head)
+    loaded.lm_head.weight.data.zero_()
+    assert head.lm_head.any()  # it learns from the target's, and must not change it
+
+
+@pytest.mark.parametrize("name", ["d2t", "lm_head.weight"])
+def test_a_draft_of_some_tokens_without_its_map_or_its_head_is_refused(
+    tmp_path: Path, tiny_target: Path, earlier: Path, name: str
+) -> None:
+    facts = read_facts(str(tiny_target))
+    trained = load_draft(earlier, load_head(facts, torch.device("cpu"), torch.float32))
+    write_vllm(tmp_path / "vllm", trained, torch.float32, "target", facts, 3)
+    without(tmp_path / "vllm", name)
+    with pytest.raises(CheckpointError, match=f"{name}: not in the weights"):
+        first_draft(tmp_path, tiny_target, initial=str(tmp_path / "vllm"))
+
+
+def without(folder: Path, name: str) -> None:
+    """Take a tensor out of a draft's weights."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+
+
 def write_flat(folder: Path, draft: Draft, **tensors: torch.Tensor) -> None:
-    """A draft as SGLang and the published ones have it, whose weights hold `tensors` too."""
+    """A draft as we export it for SGLang, whose weights hold `tensors` too."""
     shipped = {**tensors_to_ship(draft, torch.bfloat16), **tensors}
     del shipped["t2d"]  # which no engine reads
     write_folder(folder, sglang_config(draft.config, torch.bfloat16), rename_all(shipped, to_sglang))
+    write_json(folder / "draftsmith.json", {})  # our own, whose norm_output is vLLM's
 
 
 def test_training_goes_on_from_a_draft_in_an_engines_format(tmp_path: Path, tiny_target: Path, earlier: Path) -> None:

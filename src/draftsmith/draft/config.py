@@ -125,9 +125,10 @@ def _attention_shape(facts: TargetFacts) -> tuple[int | None, int | None, int | 
 
 def _need(value: int | None, name: str) -> int:
     if value is None:
+        settable = name in recipe.Draft.model_fields
         raise RequestError(
             f"the target's configuration does not say {name}, which the draft's shape follows",
             where="train.draft",
-            hint=f"set train.draft.{name} where it can be set",
+            hint=f"set train.draft.{name}" if settable else f"write {name} into the target's config.json",
         )
     return value

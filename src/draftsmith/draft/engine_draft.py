@@ -18,49 +18,79 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from draftsmith.draft.config import DraftConfig
-from draftsmith.draft.files import CONFIG, EMBEDDING, WEIGHTS
+from draftsmith.draft.engine_files import CONFIG, MANIFEST, read_mapping, section
+from draftsmith.draft.files import EMBEDDING, WEIGHTS
 from draftsmith.draft.model import Draft
 from draftsmith.draft.names import SGLANG, from_sglang, from_vllm, rename_all
 from draftsmith.errors import CheckpointError, RequestError
-from draftsmith.layers import default_aux_layer_ids
+from draftsmith.layers import default_aux_layer_ids, from_specforge
 from draftsmith.records import TargetFacts
 from draftsmith.target import TargetHead
 
-MANIFEST, INDEX, PICKLED = "draftsmith.json", "model.safetensors.index.json", "pytorch_model.bin"
-_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin"
+IDS, HEAD = "eagle_aux_hidden_state_layer_ids", "lm_head.weight"
 _SAME_TARGET = ("config_sha256", "weights_sha256", "tokenizer_sha256", "template_sha256", "quantization", "dtype")
 
 
 def is_for_engines(folder: Path) -> bool:
     """Whether it is an exported or published draft, not a checkpoint."""
-    return (folder / CONFIG).exists() and "architectures" in _read_json(folder / CONFIG)
+    return (folder / CONFIG).exists() and "architectures" in read_mapping(folder / CONFIG)
 
 
-def load_engine_draft(folder: Path, facts: TargetFacts, head: TargetHead) -> tuple[Draft, list[str]]:
+def load_engine_draft(
+    folder: Path, facts: TargetFacts, head: TargetHead, *, to_train: bool = False
+) -> tuple[Draft, list[str]]:
     """The draft as vLLM would run it, and what is known to be wrong without running it.
+
+    Args:
+        to_train: as it was trained instead, where SpecForge writes what vLLM passes over or takes for something else
+            (docs/decisions/0008).
 
     Raises:
         CheckpointError: the files are damaged, or are no draft for this target; names what differs.
     """
-    root = _read_json(folder / CONFIG)
-    config, silent = _config(root, facts, folder)
+    root = read_mapping(folder / CONFIG)
+    if to_train:
+        _refuse_specforge_norm(root, folder)
+    config, silent = _config(root, facts, folder, to_train)
     _refuse_other_shape(config, facts, folder)
     tensors = _read_tensors(folder)
     rename = from_sglang if any(name.startswith(SGLANG) for name in tensors) else from_vllm
     tensors = rename_all(tensors, rename)
     draft = Draft(config)
     tensors = {EMBEDDING: head.embedding.detach(), **tensors}
+    if HEAD not in tensors and _shares_head(config, head):
+        tensors[HEAD] = head.lm_head.detach().clone()  # which training changes
     wrong = [
         f"{name}: {'not in the weights' if name not in tensors else 'of another shape than config.json says'}"
         for name, value in draft.state_dict().items()
         if name != "t2d" and (name not in tensors or tensors[name].shape != value.shape)
     ]
     if wrong:
-        raise CheckpointError("; ".join(wrong), where=str(folder), hint="an engine refuses it, or runs random weights")
+        hint = "an engine refuses it, runs random weights, or says the first tokens only: export or fetch it anew"
+        raise CheckpointError("; ".join(wrong), where=str(folder), hint=hint)
     unread = sorted(tensors.keys() - draft.state_dict().keys())
     draft.load_state_dict({name: x for name, x in tensors.items() if name not in unread}, assign=True, strict=False)
     found = silent + [f"the weights hold {name}, which config.json has no place for" for name in unread]
     return draft.to(head.embedding.device).requires_grad_(False), found + _against_manifest(folder, config, facts)
+
+
+def _shares_head(config: DraftConfig, head: TargetHead) -> bool:
+    """Whether the target's head does for one that is not in the weights, which vLLM then takes
+    (`v1/spec_decode/llm_base_proposer.py`)."""
+    return (config.draft_vocab_size, config.hidden_size) == tuple(head.lm_head.shape) and head.lm_head_bias is None
+
+
+def _refuse_specforge_norm(root: dict[str, Any], folder: Path) -> None:
+    """In the flat format, `norm_output` has two meanings. Raises CheckpointError unless the draft is our own."""
+    if root.get("norm_output") and "transformer_layer_config" not in root and not (folder / MANIFEST).exists():
+        raise CheckpointError(
+            "says norm_output=true, which in SpecForge is the norm before the head, and in vLLM one before the state "
+            "is fed back too",
+            where=str(folder / CONFIG),
+            hint="if SpecForge trained it, set norm_output to false there, which is what it was trained with in vLLM's "
+            "terms; otherwise give it in the speculators format",
+        )
 
 
 def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -72,7 +102,7 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
             return {**torch.load(file, map_location="cpu", weights_only=True)}
         if file.name == WEIGHTS:
             return load_file(file)
-        files = set(_section(_read_json(file), "weight_map", file).values())
+        files = set(section(read_mapping(file), "weight_map", file).values())
         return {name: tensor for one in sorted(files) for name, tensor in load_file(folder / one).items()}
     except (OSError, SafetensorError, UnpicklingError, RuntimeError, EOFError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -80,14 +110,16 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def _config(root: dict[str, Any], facts: TargetFacts, folder: Path) -> tuple[DraftConfig, list[str]]:
-    """The shape as vLLM reads it, and what it has to assume."""
+def _config(root: dict[str, Any], facts: TargetFacts, folder: Path, to_train: bool) -> tuple[DraftConfig, list[str]]:
+    """The shape as vLLM reads it, or with SpecForge's layer ids as it was trained, and what has to be assumed."""
     file = folder / CONFIG
     speculators = "transformer_layer_config" in root
-    layer = _section(root, "transformer_layer_config", file) if speculators else root
-    rope = _section(layer, "rope_parameters", file) or _section(layer, "rope_scaling", file)
+    layer = section(root, "transformer_layer_config", file) if speculators else root
+    rope = section(layer, "rope_parameters", file) or section(layer, "rope_scaling", file)
+    eagle = section(root, "eagle_config", file)
+    nested = eagle.get(IDS) if root.get(IDS) is None else None
     said = {
-        "aux_layer_ids": root.get("eagle_aux_hidden_state_layer_ids"),
+        "aux_layer_ids": (to_train and nested) or root.get(IDS),
         "norm_before_residual": root.get("norm_before_residual"),
         "rope_theta": rope.pop("rope_theta", layer.get("rope_theta")),
     }
@@ -99,14 +131,13 @@ def _config(root: dict[str, Any], facts: TargetFacts, folder: Path) -> tuple[Dra
     silent = {name: defaults[name] for name, value in said.items() if value is None}
     heads, hidden_size = layer.get("num_attention_heads") or None, layer.get("hidden_size")
     shared = hidden_size // heads if isinstance(hidden_size, int) and isinstance(heads, int) else None
-    norms = _section(root, "eagle_config", file)
     values = {field.name: layer.get(field.name) for field in dataclasses.fields(DraftConfig)} | {
         "draft_vocab_size": root.get("draft_vocab_size") or layer.get("vocab_size"),
         "target_hidden_size": root.get("target_hidden_size") or hidden_size,
         "num_attention_heads": heads,
         "num_key_value_heads": layer.get("num_key_value_heads") or heads,
         "head_dim": layer.get("head_dim") or shared,
-        "norm_before_fc": bool(norms.get("norm_before_fc", root.get("norm_before_fc"))),
+        "norm_before_fc": bool(eagle.get("norm_before_fc", root.get("norm_before_fc"))),
         "fc_norm": bool(root.get("fc_norm")),
         "norm_output": bool(root.get("norm_output")),
         **said,
@@ -117,20 +148,19 @@ def _config(root: dict[str, Any], facts: TargetFacts, folder: Path) -> tuple[Dra
         raise CheckpointError(f"does not say {', '.join(absent)}", where=str(file))
     assumed = [f"config.json does not say {name}: vLLM takes {json.dumps(value)}" for name, value in silent.items()]
     try:
-        return TypeAdapter(DraftConfig).validate_python(values), assumed
+        config = TypeAdapter(DraftConfig).validate_python(values)
     except ValidationError as error:
         wrong = [f"{found['loc'][0]} is {json.dumps(found['input'])}: {found['msg']}" for found in error.errors()]
         raise CheckpointError("; ".join(wrong), where=str(file)) from error
     except RequestError as error:  # which would send to the recipe
         raise CheckpointError(error.what, where=str(file)) from error
-
-
-def _section(of: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
-    """A copy; empty where there is none."""
-    section = of.get(name)
-    if section is not None and not isinstance(section, dict):
-        raise CheckpointError(f"{name} is not a mapping", where=str(file))
-    return dict(section or {})
+    if nested:
+        here = "are passed over by vLLM"
+        if to_train:
+            config = dataclasses.replace(config, aux_layer_ids=from_specforge(config.aux_layer_ids))
+            here = f"are canonical {list(config.aux_layer_ids)}"
+        assumed.append(f"config.json has layer ids in eagle_config alone, as SpecForge: {json.dumps(nested)} {here}")
+    return config, assumed
 
 
 def _refuse_other_shape(config: DraftConfig, facts: TargetFacts, folder: Path) -> None:
@@ -154,26 +184,16 @@ def _against_manifest(folder: Path, config: DraftConfig, facts: TargetFacts) -> 
     """What config.json and the target say otherwise than the manifest of the export, where there is one."""
     if not (folder / MANIFEST).exists():
         return []
-    manifest = _read_json(folder / MANIFEST)
+    manifest = read_mapping(folder / MANIFEST)
     found = []
-    trained, read = _section(manifest, "draft", folder / MANIFEST), config.to_json()
+    trained, read = section(manifest, "draft", folder / MANIFEST), config.to_json()
     for name in read:
         there, own = (json.loads(json.dumps(of.get(name))) for of in (read, trained))
         if name in trained and there != own:
             found.append(f"config.json says {name} {json.dumps(there)}, it was trained with {json.dumps(own)}")
-    target = _section(manifest, "target", folder / MANIFEST)
+    target = section(manifest, "target", folder / MANIFEST)
     for name in _SAME_TARGET:
         there, own = target.get(name), getattr(facts, name)
         if name in target and there != own:
             found.append(f"it was trained for a target of {name} {json.dumps(there)}, this one has {json.dumps(own)}")
     return found
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot be read: {error}", where=str(file)) from error
-    if not isinstance(data, dict):
-        raise CheckpointError("is not a mapping", where=str(file))
-    return data

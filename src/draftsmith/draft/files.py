@@ -21,7 +21,10 @@ from draftsmith.target import TargetHead
 
 CONFIG, WEIGHTS, EMBEDDING = "config.json", "model.safetensors", "embed_tokens.weight"
 DIGEST = "weights_sha256"
-_HINT = "delete it if it is a checkpoint: training goes on from the one before, or with --redo from the start"
+_HINT = (
+    "if training wrote it, delete this draft's folder: `draftsmith train RECIPE` then makes it anew from the last "
+    "checkpoint, or with --redo from the start"
+)
 
 
 def save_draft(folder: Path, draft: Draft) -> None:
@@ -35,8 +38,16 @@ def write_draft(folder: Path, config: DraftConfig, tensors: dict[str, torch.Tens
     (folder / CONFIG).unlink(missing_ok=True)
     sync_folder(folder)
     with atomic_path(folder / WEIGHTS) as aside:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside)
+        write_tensors(aside, {name: tensor.contiguous() for name, tensor in tensors.items()})
     write_json(folder / CONFIG, {**config.to_json(), DIGEST: hash_file(folder / WEIGHTS)})
+
+
+def write_tensors(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """`save_file` with the mode that the umask gives: safetensors leaves files that no other user can read or serve."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata)
+    file.chmod(mode)
 
 
 def load_draft(folder: Path, head: TargetHead) -> Draft:

@@ -23,10 +23,6 @@ _INNER = re.compile(
 )
 
 
-def to_vllm(name: str) -> str:
-    return _renamed(name, OURS, OURS)
-
-
 def from_vllm(name: str) -> str:
     return _renamed(name, OURS, OURS)
 

@@ -179,7 +179,7 @@ def _figures(
         "concurrency": concurrency,
         "num_speculative_tokens": k,
         "mean_acceptance_length": 1 + sum(rates),
-        "confidence_95": interval_95(lengths) or (1.0, 1.0 + k),
+        "confidence_95": interval_95(lengths),
         "confidence_95_over": "repeats",
         "per_position": rates,
         "prompts": len(drafted["texts"]),

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from draftsmith.draft.config import DraftConfig
+from draftsmith.draft.files import write_tensors
 from draftsmith.draft.model import Draft
-from draftsmith.draft.names import rename_all, to_sglang, to_vllm
+from draftsmith.draft.names import rename_all, to_sglang
 from draftsmith.errors import CheckpointError
 from draftsmith.layers import to_sglang as sglang_ids
 from draftsmith.records import TargetFacts
@@ -46,7 +46,7 @@ def write_vllm(
     """
     tensors = tensors_to_ship(draft, dtype)
     config = vllm_config(draft.config, dtype, verifier, facts.architecture, num_speculative_tokens)
-    write_folder(folder, config, rename_all(tensors, to_vllm))
+    write_folder(folder, config, tensors)
     return tensors
 
 
@@ -206,7 +206,7 @@ def _llama_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     write_json(folder / CONFIG, config)
 
 

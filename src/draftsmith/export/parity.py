@@ -7,7 +7,6 @@ map of target ids instead of offsets, layer ids that are not there. Each costs a
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from draftsmith.draft.config import DraftConfig
+from draftsmith.draft.engine_files import read_mapping
 from draftsmith.draft.model import Draft
 from draftsmith.draft.names import from_sglang, from_vllm, rename_all
 from draftsmith.errors import CheckpointError, DataError, RequestError
@@ -35,19 +35,6 @@ class ExportedDraft:
     config: DraftConfig
     tensors: dict[str, torch.Tensor]
 
-    def assemble(self, embedding: torch.Tensor | None = None) -> Draft:
-        """The draft, with the target's embedding [Vt, H] where it has none of its own.
-
-        Raises:
-            CheckpointError: it has none, and none is given.
-        """
-        own = self.tensors.get(EMBEDDING, embedding)
-        if own is None:
-            raise CheckpointError(f"{EMBEDDING} is not in the draft's folder", hint="give the target's embedding")
-        draft = Draft(self.config)
-        draft.load_state_dict({**self.tensors, EMBEDDING: own}, assign=True)
-        return draft.requires_grad_(False)
-
 
 def read_vllm(folder: Path) -> ExportedDraft:
     """Read a draft in the speculators format.
@@ -56,7 +43,7 @@ def read_vllm(folder: Path) -> ExportedDraft:
         CheckpointError: a file is damaged, or the configuration and the weights contradict each other or themselves;
             names the key or the tensor.
     """
-    root = _read_config(folder)
+    root = read_mapping(folder / CONFIG)
     layer = _need(root, "transformer_layer_config", folder)
     if root.get("speculators_model_type") != "eagle3":
         raise _error(folder, f"speculators_model_type is {root.get('speculators_model_type')!r}, not 'eagle3'")
@@ -71,7 +58,7 @@ def read_vllm(folder: Path) -> ExportedDraft:
 
 def read_sglang(folder: Path) -> ExportedDraft:
     """Read a draft in the flat format of SGLang and SafeAILab. Raises CheckpointError like `read_vllm`."""
-    root = _read_config(folder)
+    root = read_mapping(folder / CONFIG)
     nested = _need(root, "eagle_config", folder)
     ids = nested.get("eagle_aux_hidden_state_layer_ids")
     if ids is not None and list(canonical_ids(ids)) != _need(root, "eagle_aux_hidden_state_layer_ids", folder):
@@ -166,16 +153,6 @@ def _check_tensors(folder: Path, config: DraftConfig, tensors: dict[str, torch.T
             check_mapping(tensors["d2t"].tolist(), tensors["t2d"].tolist(), config.vocab_size, config.draft_vocab_size)
         except DataError as error:
             raise CheckpointError(f"d2t: {error.what}", where=str(folder), hint=error.hint) from error
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _error(folder, f"{CONFIG} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise _error(folder, f"{CONFIG} is not a mapping")
-    return config
 
 
 def _need(config: dict[str, Any], key: str, folder: Path) -> Any:

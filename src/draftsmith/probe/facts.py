@@ -59,6 +59,14 @@ class _Reading:
             raise TargetError(f"{name} is {value!r}, not a whole number", where="config.json")
         return value
 
+    def size(self, name: str, *aliases: str) -> int | None:
+        """A count that no model has none of."""
+        value = self.count(name, *aliases)
+        if value is not None and value < 1:
+            hint = "take config.json from where the model was published"
+            raise TargetError(f"{name} is {value}, and must be 1 or more", where="config.json", hint=hint)
+        return value
+
     def derive(self, name: str, value: int | None) -> int | None:
         """A fact that is not written down but follows; None stays missing."""
         if value is not None:
@@ -76,12 +84,12 @@ def facts_from_evidence(evidence: dict[str, Any]) -> TargetFacts:
     """
     reading = _Reading(_config(evidence))
     tensors = evidence.get("tensors") or {}
-    vocab_size = reading.count("vocab_size", "n_vocab", "padded_vocab_size")
+    vocab_size = reading.size("vocab_size", "n_vocab", "padded_vocab_size")
     tied = _tied(reading, tensors)
     keys = find_keys(tensors, vocab_size, tied) if tensors else Keys(None, None, None, {})
     rows, width = tensors[keys.embedding]["shape"] if keys.embedding else (None, None)
-    hidden_size = reading.count("hidden_size", "n_embd", "d_model", "dim") or reading.derive("hidden_size", width)
-    num_hidden_layers = reading.count("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    hidden_size = reading.size("hidden_size", "n_embd", "d_model", "dim") or reading.derive("hidden_size", width)
+    num_hidden_layers = reading.size("num_hidden_layers", "n_layer", "num_layers", "n_layers")
     attention = _attention(reading, tensors, hidden_size)
     mla = {dim: reading.get(dim) for dim in MLA_DIMS} if attention["attention"] == "mla" else None
     rope = read_rope({**reading.outer, **reading.inner}, attention["head_dim"])
@@ -193,9 +201,9 @@ def _attention(reading: _Reading, tensors: dict[str, Any], hidden_size: int | No
 
     MLA has no one head width: its queries and values differ, and hidden size over heads is neither.
     """
-    heads = reading.count("num_attention_heads", "n_head", "num_heads", "n_heads")
-    key_value_heads = reading.count("num_key_value_heads", "n_head_kv", "num_kv_heads")
-    head_dim = reading.count("head_dim")
+    heads = reading.size("num_attention_heads", "n_head", "num_heads", "n_heads")
+    key_value_heads = reading.size("num_key_value_heads", "n_head_kv", "num_kv_heads")
+    head_dim = reading.size("head_dim")
     if reading.get("kv_lora_rank"):
         return _heads(heads, key_value_heads, head_dim, "mla")
     out_columns = _projection(tensors, "o_proj", 1)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from draftsmith import recipe as recipes
+from draftsmith.draft.engine_files import CONFIG, MANIFEST, read_mapping, section
 from draftsmith.engines import ENGINES
 from draftsmith.errors import CheckpointError, RequestError
 from draftsmith.recipe import Recipe
 from draftsmith.serve import report_of
 
-CONFIG, MANIFEST = "config.json", "draftsmith.json"
 _GIVE = "give RUN/export/vllm, a published draft's folder, or a recipe"
 
 
@@ -27,16 +26,17 @@ def serve_folder(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, dict[s
         RequestError: nobody says which target it was made for, it is in another engine's format, or it cannot be split
             over so many devices.
     """
-    config, manifest = _read(folder / CONFIG), _read(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
+    if not (folder / CONFIG).exists():
+        raise CheckpointError("holds no draft: there is no config.json", where=str(folder), hint=_GIVE)
+    config, manifest = (
+        read_mapping(folder / CONFIG),
+        read_mapping(folder / MANIFEST) if (folder / MANIFEST).exists() else {},
+    )
     if "architectures" not in config:
-        raise CheckpointError(
-            "is not a draft as an engine takes it",
-            where=str(folder),
-            hint=_GIVE,
-        )
-    speculators = _section(config, "speculators_config", folder / CONFIG)
-    verifier = _section(speculators, "verifier", folder / CONFIG)
-    made_for = _section(manifest, "target", folder / MANIFEST)
+        raise CheckpointError("is not a draft as an engine takes it", where=str(folder), hint=_GIVE)
+    speculators = section(config, "speculators_config", folder / CONFIG)
+    verifier = section(speculators, "verifier", folder / CONFIG)
+    made_for = section(manifest, "target", folder / MANIFEST)
     target = {"model": made_for.get("model") or verifier.get("name_or_path"), "revision": made_for.get("revision")}
     if any(override.startswith("target.model=") for override in overrides):
         target = {}
@@ -51,7 +51,7 @@ def serve_folder(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, dict[s
     proposals = [proposal.get("speculative_tokens") for proposal in speculators.get("proposal_methods") or []]
     said = (recipe.serve.num_speculative_tokens, manifest.get("num_speculative_tokens"), *proposals)
     draft_tokens = next((k for k in said if k), recipe.num_speculative_tokens)
-    layer = _section(config, "transformer_layer_config", folder / CONFIG) or config
+    layer = section(config, "transformer_layer_config", folder / CONFIG) or config
     heads = layer.get("num_attention_heads")
     engine = ENGINES[recipe.serve.engine]
     if engine.NAME == "sglang" and "transformer_layer_config" in config:
@@ -61,27 +61,3 @@ def serve_folder(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, dict[s
             hint="serve.engine=vllm; or export it for SGLang, which export.formats does by itself where it can hold it",
         )
     return recipe, report_of(recipe, engine, None, folder, heads, draft_tokens, manifest.get("requires", []), [])
-
-
-def _section(of: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
-    section = of.get(name)
-    if section is not None and not isinstance(section, dict):
-        raise CheckpointError(f"{name} is not a mapping", where=str(file), hint="export it anew, or fetch it again")
-    return section or {}
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            "holds no draft: there is no config.json",
-            where=str(file.parent),
-            hint=_GIVE,
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        hint = "export it anew, or fetch it again"
-        raise CheckpointError(f"cannot be read: {error}", where=str(file), hint=hint) from error
-    if not isinstance(data, dict):
-        raise CheckpointError("is not a mapping", where=str(file), hint="export it anew, or fetch it again")
-    return data

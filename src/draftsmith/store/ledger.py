@@ -128,6 +128,15 @@ def write_ledger(folder: Path, entries: list[Entry]) -> Ledger:
     return ledger
 
 
+def lost_shards(folder: Path, entries: list[Entry]) -> list[str]:
+    """Names of the shards that were cut short or are gone. Reads none of them."""
+    return [entry.shard for entry in entries if _size(folder / entry.shard) != entry.bytes]
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.exists() else None
+
+
 def cut_torn_line(ledger: Ledger) -> None:
     """Drop what follows the part of the file that is whole."""
     with open(ledger.folder / LEDGER, "rb+") as file:

@@ -60,13 +60,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Raises StoreError if it is not there, damaged, or of a format that this version does not know."""
     where = str(folder / MANIFEST)
-    again = "restore the file from a copy, or give `draftsmith extract RECIPE --redo` to extract all again"
+    again = "restore it from a copy, or give `draftsmith extract RECIPE --redo` to extract all again"
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         data = json.loads(text)
         whole = _encode({name: value for name, value in data.items() if name != "checksum"}) == text
     except FileNotFoundError as error:
-        raise StoreError("there is no store here", where=where, hint="run `draftsmith extract RECIPE`") from error
+        raise StoreError("there is no store here", where=where, hint=again) from error
     except OSError as error:
         raise StoreError(f"cannot be read: {error}", where=where) from error
     except (ValueError, AttributeError) as error:

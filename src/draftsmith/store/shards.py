@@ -77,7 +77,8 @@ class Store:
         refuse_differences(folder, manifest, expect or {})
         store = cls(folder, manifest, read_ledger(folder).entries)
         if len(set(store.sample_ids)) < len(store.sample_ids):
-            raise StoreError("its ledger has a sample twice", where=str(folder), hint="delete the store; extract again")
+            hint = "`draftsmith extract RECIPE --redo` extracts all again"
+            raise StoreError("its ledger has a sample twice", where=str(folder), hint=hint)
         return store
 
     @property

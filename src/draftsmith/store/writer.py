@@ -21,7 +21,7 @@ from draftsmith.errors import RequestError, StoreError
 from draftsmith.records import EncodedFeatures, Features
 from draftsmith.store.codec import CODECS
 from draftsmith.store.folder import file_system, shard_name, shard_number, shards_in, sole_writer
-from draftsmith.store.ledger import LEDGER, Entry, Ledger, cut_torn_line, read_ledger, write_ledger
+from draftsmith.store.ledger import LEDGER, Entry, Ledger, cut_torn_line, lost_shards, read_ledger, write_ledger
 from draftsmith.store.manifest import (
     FORMAT,
     MANIFEST,
@@ -245,7 +245,7 @@ def _recover(folder: Path) -> tuple[Ledger, list[str]]:
     ledger = read_ledger(folder)
     if (folder / LEDGER).stat().st_size > ledger.whole_bytes:
         cut_torn_line(ledger)
-    lost = [entry.shard for entry in ledger.entries if _size(folder / entry.shard) != entry.bytes]
+    lost = lost_shards(folder, ledger.entries)
     if lost:
         ledger = write_ledger(folder, [entry for entry in ledger.entries if entry.shard not in lost])
     names = {entry.shard for entry in ledger.entries}
@@ -253,7 +253,3 @@ def _recover(folder: Path) -> tuple[Ledger, list[str]]:
         if path.name.endswith(".partial") or (shard_number(path.name) is not None and path.name not in names):
             path.unlink()
     return ledger, lost
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.exists() else None

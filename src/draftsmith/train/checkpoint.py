@@ -17,10 +17,10 @@ from typing import Self
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from draftsmith.draft.config import DraftConfig
-from draftsmith.draft.files import load_draft, write_draft
+from draftsmith.draft.files import load_draft, write_draft, write_tensors
 from draftsmith.errors import CheckpointError
 from draftsmith.rundir import atomic_folder, hash_file, write_json
 from draftsmith.target import TargetHead
@@ -108,7 +108,7 @@ def write_checkpoint(
     try:
         with atomic_folder(folder / f"step-{step:08d}") as aside:
             write_draft(aside, config, draft)
-            save_file(optimizer, aside / "optimizer.safetensors")
+            write_tensors(aside / "optimizer.safetensors", optimizer)
             digest = hash_file(aside / "optimizer.safetensors")
             write_json(aside / "state.json", {**state, "optimizer_sha256": digest})
         for old in checkpoints_in(folder)[:-keep]:

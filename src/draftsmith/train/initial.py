@@ -47,7 +47,7 @@ def first_draft(
 
 def _published(folder: Path, facts: TargetFacts, head: TargetHead) -> tuple[Draft, list[str]]:
     """A draft as engines take it, made one to train: its embedding is the target's, frozen, and the rest is trained."""
-    draft, notes = load_engine_draft(folder, facts, head)
+    draft, notes = load_engine_draft(folder, facts, head, to_train=True)
     own, target = draft.embed_tokens.weight, head.embedding.detach()
     if own.shape != target.shape or not torch.equal(own, target.to(own.dtype)):
         raise CheckpointError(
