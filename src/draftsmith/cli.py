@@ -197,7 +197,7 @@ def prepare(
     overrides: Overrides = None,
     as_json: Json = False,
     redo: Redo = False,
-    show: Annotated[int, typer.Option(help="Print so many samples with the loss mask in colour")] = 0,
+    show: Annotated[int, typer.Option(min=0, help="Print so many samples with the loss mask in colour")] = 0,
 ) -> None:
     """Conversations → token ids, loss masks and draft vocabulary."""
     if show:

@@ -277,6 +277,21 @@ def test_a_template_that_refuses_is_named_with_its_reason() -> None:
         rows(chat_of(GEMMA), conversation(("user", "How?"), ("user", "Well?"), ("assistant", "So.")))
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ range(10**9) | list }}", "Range too big"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
+        ("{{ messages[9]['role'] }}", "no element 9"),
+        ("{% if %}", "Expected an expression"),
+    ],
+)
+def test_a_template_that_fails_is_told_in_one_sentence(fault: str, said: str) -> None:
+    with pytest.raises(Unrenderable, match=f"template refuses it: .*{said}"):
+        rows(chat_of(CHATML + fault), TWO_TURNS)
+
+
 def test_a_tokenizer_without_a_template_is_refused_with_the_remedy() -> None:
     with pytest.raises(TargetError, match=r"prepare\.chat_template"):
         chat_of("")

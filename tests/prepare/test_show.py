@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from draftsmith import recipe as recipes
-from draftsmith.cli import app
+from draftsmith.cli import app, main
 from draftsmith.prepare import run
 from draftsmith.prepare.show import marked, show_samples
 from draftsmith.recipe import Recipe
@@ -62,3 +62,15 @@ def test_the_command_prints_samples(recipe: Recipe, tmp_path: Path, capsys: pyte
     file.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True)))
     app(["prepare", str(file), "--show", "1"], standalone_mode=False)
     assert "⟦Thus [/b].<|im_end|>⟧" in capsys.readouterr().out
+
+
+def test_a_number_of_samples_below_0_is_a_wrong_request(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True)))
+    monkeypatch.setattr("sys.argv", ["draftsmith", "prepare", str(file), "--show", "-1"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert "Invalid value for '--show'" in capsys.readouterr().err

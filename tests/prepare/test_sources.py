@@ -162,6 +162,45 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes, said:
         read(Source(path=str(file)))
 
 
+@pytest.mark.parametrize(
+    ("encoding", "name"),
+    [("utf-16", "UTF-16"), ("utf-16-le", "UTF-16LE"), ("utf-16-be", "UTF-16BE"), ("utf-32", "UTF-32")],
+)
+@pytest.mark.parametrize("text", ['{"messages": []}\n', '[{"messages": []}]'])
+def test_a_source_in_another_encoding_is_named_with_what_converts_it(
+    tmp_path: Path, encoding: str, name: str, text: str
+) -> None:
+    file = tmp_path / "talks"
+    file.write_bytes(text.encode(encoding))
+    with pytest.raises(DataError, match=rf"is text in {name};.*\n.*iconv -f {name} -t UTF-8 {file}"):
+        read(Source(path=str(file)))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfe\x80\x81\x82\x83", "begins with the bytes ff fe 80 81 82 83, no UTF-8 text"),
+        (b"\0\1\2\3", "begins with the bytes 00 01 02 03"),
+        ("ééééééééééé".encode()[:21], "begins with `éééééééééé`"),
+        (b'{"messages": []}\n{"messages": ["H\xe9"]}\n', r'line 2 is not UTF-8 text: it has byte e9 after `.*"H`'),
+        (b'[{"messages": ["H\xe9"]}]', r"invalid bytes in UTF8 string\.\n.*iconv -f WINDOWS-1252"),
+    ],
+)
+def test_bytes_that_are_no_text_are_told_readably(tmp_path: Path, content: bytes, said: str) -> None:
+    file = tmp_path / "talks"
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        read(Source(path=str(file)))
+
+
+def test_parquet_text_that_is_no_utf8_is_an_error_with_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "talks.parquet"
+    text = pa.array([b"H\xe9"]).cast(pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"id": text}), file)
+    with pytest.raises(DataError, match="text that is not UTF-8 within 1,024 rows from row 0"):
+        read(Source(path=str(file)))
+
+
 def test_a_source_that_is_not_there_is_a_wrong_request(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"no such file"):
         read(Source(path=str(tmp_path / "absent.json")))

@@ -343,3 +343,16 @@ def test_code_that_the_recipe_trusts_is_no_warning(tmp_path: Path) -> None:
     (folder / "configuration_x.py").touch()
     assert judge_folder(folder)["remote code"].status == "warn"
     assert judge_folder(folder, code_trusted=True)["remote code"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("quantization", "said"),
+    [
+        ({"quant_method": 5}, "5"),
+        ({"quant_method": "x", "config_groups": "y"}, "x"),
+        ({"quant_method": "x", "config_groups": {"g": {"weights": 5}, "h": 5}}, "x"),
+        ({"quant_method": "x", "group_size": "all", "bits": 4}, "x, 4-bit"),
+    ],
+)
+def test_a_quantisation_of_unknown_shape_is_described_as_far_as_it_goes(quantization: Any, said: str) -> None:
+    assert describe_quantization(quantization) == said

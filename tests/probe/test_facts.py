@@ -544,9 +544,39 @@ def test_facts_need_the_evidence_alone(tmp_path: Path) -> None:
         ("auto_map", ["a.B"]),
         ("text_config", []),
         ("layer_types", [1, {}, None]),
+        ("architectures", "LlamaForCausalLM"),
+        ("architectures", [5]),
+        ("quantization", "awq"),
+        ("tie_word_embeddings", []),
+        ("rope_scaling", {"rope_type": ["yarn"], "factor": 2}),
+        ("rope_parameters", {"full_attention": {"rope_type": 5}}),
+        ("hybrid_override_pattern", 5),
+        ("linear_attn_config", {"kda_layers": 5}),
+        ("full_attention_interval", 0),
     ],
 )
 def test_a_setting_of_another_shape_is_named(key: str, value: object) -> None:
+    name = "rope_type" if key.startswith("rope_") and isinstance(value, dict) else key
+    name = "kda_layers" if key == "linear_attn_config" else name
     for config in ({**CONFIG, key: value}, {**CONFIG, "llm_config": {**CONFIG, key: value}}):
-        with pytest.raises(TargetError, match=f"{key} is .*, not a"):
+        with pytest.raises(TargetError, match=f"{name} is .*, not (a|true)"):
             facts_from_evidence({"path": "x", "config": config, "problems": []})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fact"),
+    [
+        ("eos_token_id", "x", "eos_token_ids"),
+        ("eos_token_id", [2, None], "eos_token_ids"),
+        ("pad_token_id", "x", "pad_token_id"),
+        ("intermediate_size", [], "intermediate_size"),
+        ("intermediate_size", "x", "intermediate_size"),
+        ("hidden_act", 5, "hidden_act"),
+        ("kv_lora_rank", "x", "mla: kv_lora_rank"),
+        ("rms_norm_eps", {}, "rms_norm_eps"),
+    ],
+)
+def test_a_fact_that_no_model_has_is_named_with_the_files_to_correct(key: str, value: object, fact: str) -> None:
+    with pytest.raises(TargetError, match=rf"of a kind that no model has: {fact}\b") as caught:
+        facts_from_evidence({"path": "x", "config": {**CONFIG, key: value}, "problems": []})
+    assert "config.json or generation_config.json" in str(caught.value)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2.exceptions import TemplateError
 
 from draftsmith.draft.model import Draft
 from draftsmith.evaluate.diagnose import Counts, Trial, accepted_in, compared
@@ -65,12 +64,12 @@ class Prompts:
         self.frames = {roles: self._frame(roles) for roles in (("user",), ("system", "user"))}
 
     def render(self, messages: list[dict[str, str]], template: str | None, kwargs: dict[str, Any]) -> str | None:
-        """None where the template refuses."""
+        """None where the template refuses or fails."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages, chat_template=template, add_generation_prompt=True, tokenize=False, **kwargs
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError):
+        except Exception:  # noqa: BLE001 - a template is a program, and fails in any way that programs do
             return None
 
     def ids(self, text: str) -> list[int]:

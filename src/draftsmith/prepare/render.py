@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from draftsmith.errors import RequestError, TargetError
 from draftsmith.prepare.sources import answer_turns
 from draftsmith.recipe import Prepare
@@ -82,7 +80,7 @@ class Chat:
         """The rendered chat; with `prompt`, up to where the target begins to write.
 
         Raises:
-            Unrenderable: the template refuses the messages.
+            Unrenderable: the template refuses the messages, or fails on them.
         """
         try:
             return self.tokenizer.apply_chat_template(
@@ -93,7 +91,7 @@ class Chat:
                 tokenize=False,
                 **self.kwargs,
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is a program, and fails in any way that programs do
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise Unrenderable(f"template refuses it: {reason}") from error
 

@@ -38,6 +38,7 @@ _COMPRESSED = {
     b"PK\x03\x04": "unzip",
 }
 _DEEPEST = 100  # lists and objects in one another; tools nest to about twenty, and Python's own encoder to some hundred
+_CONVERT = "save it in UTF-8; `iconv -f WINDOWS-1252 -t UTF-8` converts what Western editions of Windows wrote"
 _TOO_DEEP = f"lists and objects nested more than {_DEEPEST} deep"
 
 
@@ -135,18 +136,29 @@ def _records(source: Source, number: int) -> Iterator[tuple[str, Any]]:
     if head.startswith(b"PAR1"):
         return _parquet(path)
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if text.startswith(b"["):
+    if text.startswith(b"[") and text[1:2] != b"\0":
         return _json_array(path, source.accept_truncated, number)
-    if text.startswith(b"{"):
+    if text.startswith(b"{") and text[1:2] != b"\0":  # which UTF-16 has
         return _json_lines(path, source.accept_truncated, number)
     if packed := next((tool for magic, tool in _COMPRESSED.items() if head.startswith(magic)), None):
         raise DataError("is compressed", where=str(path), hint=f"unpack it with `{packed} {path}`")
-    begin = text[:20].decode(errors="replace")
+    encoding = json.detect_encoding(head)
+    if not encoding.startswith("utf-8") and head.decode(encoding, "ignore").lstrip("\ufeff \r\n\t")[:1] in ("[", "{"):
+        name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")  # as iconv knows it
+        hint = f"convert it with `iconv -f {name} -t UTF-8 {path} > {path}.utf8`"
+        raise DataError(f"is text in {name}; JSON is read in UTF-8", where=str(path), hint=hint)
     raise DataError(
-        f"begins with `{begin}`, which is no JSON array, JSON object or Parquet" if text else "is empty",
+        f"begins with {_shown(text[:20])}, which is no JSON array, JSON object or Parquet" if text else "is empty",
         where=str(path),
         hint="sources are ShareGPT or messages records as a JSON array, one JSON object a line, or Parquet",
     )
+
+
+def _shown(begin: bytes) -> str:
+    """The first bytes of a file as text, or as numbers where they are none."""
+    text = begin.decode(errors="ignore")  # the last character may be cut
+    printable = len(begin) - len(text.encode()) < 4 and " ".join(text.split()).isprintable()
+    return f"`{text}`" if printable else f"the bytes {begin[:8].hex(' ')}, no UTF-8 text"
 
 
 def _json_array(path: Path, accept_truncated: bool, number: int) -> Iterator[tuple[str, Any]]:
@@ -170,10 +182,11 @@ def _json_array(path: Path, accept_truncated: bool, number: int) -> Iterator[tup
                     how_far = f"{index} records are whole; it ends {after or 'in the first'}"
                     raise _cut_off(how_far, path, number) from error
                 return
+            mend = "mend the file there, or fetch it again; a file cut off in the middle is told apart from this"
             raise DataError(
                 f"is not valid JSON {after or 'in its first record'}, before byte {file.tell()}: {problem}",
                 where=str(path),
-                hint="mend the file there, or fetch it again; a file cut off in the middle is told apart from this",
+                hint=_CONVERT if "UTF8" in problem else mend,
             ) from error
 
 
@@ -210,6 +223,13 @@ def _json_lines(path: Path, accept_truncated: bool, number: int) -> Iterator[tup
                         whole = f"{line_number - 1} lines are whole; it ends in line {line_number}"
                         raise _cut_off(whole, path, number) from error
                     return
+                if isinstance(error, UnicodeDecodeError):
+                    before = line[max(0, error.start - 20) : error.start].decode(errors="ignore")
+                    raise DataError(
+                        f"line {line_number} is not UTF-8 text: it has byte {line[error.start]:02x} after `{before}`",
+                        where=f"{path}:{line_number}",
+                        hint=_CONVERT,
+                    ) from error
                 hint = "one JSON object a line is expected" if line_number > 1 else "an array of records begins with ["
                 raise DataError(
                     f"line {line_number} is not valid JSON: {error}", where=f"{path}:{line_number}", hint=hint
@@ -251,6 +271,10 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
             for record in batch.to_pylist():
                 yield f"row {index}", record
                 index += 1
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"has text that is not UTF-8 within 1,024 rows from row {index} on", where=str(path), hint=_CONVERT
+        ) from error
     except (OSError, pa.ArrowException) as error:
         raise DataError(
             f"is not a whole Parquet file: {error}", where=str(path), hint="fetch the file again"

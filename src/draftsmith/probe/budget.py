@@ -133,9 +133,9 @@ def text_config(config: dict[str, Any], wrapper: str | None) -> dict[str, Any]:
 def _check_length(facts: TargetFacts, most_tokens: int) -> list[Check]:
     """A warning where samples may go on past the target's positions."""
     positions, scaling = facts.max_position_embeddings, facts.rope_scaling or {}
-    factor, kind = scaling.get("factor"), scaling.get("rope_type")
-    if positions and isinstance(factor, int | float) and kind in ("yarn", "linear", "dynamic"):  # as vLLM derives it
-        positions = max(positions, int((scaling.get("original_max_position_embeddings") or positions) * factor))
+    factor = _number(scaling, "factor")
+    if positions and factor and scaling["rope_type"] in ("yarn", "linear", "dynamic"):  # as vLLM derives it
+        positions = max(positions, int((_number(scaling, "original_max_position_embeddings") or positions) * factor))
     if not positions or most_tokens <= positions:
         return []
     detail = f"prepare.max_length_tokens is {most_tokens:,}, and the target has {positions:,} positions"
@@ -181,16 +181,28 @@ def active_parameters(facts: TargetFacts, config: dict[str, Any]) -> int | None:
     hidden, layers, attention = facts.hidden_size, facts.num_hidden_layers, _attention_parameters(facts)
     if not hidden or not layers or attention is None:
         return None
-    experts = config.get("num_experts_per_tok") or config.get("top_k_experts") or config.get("moe_topk")
+    experts = _number(config, "num_experts_per_tok", "top_k_experts", "moe_topk")
     dense = 3 * hidden * (facts.intermediate_size or 4 * hidden)
     if not facts.num_experts or not experts:
         return layers * (attention + dense)
-    size = config.get("moe_intermediate_size") or facts.intermediate_size or 4 * hidden
-    shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * size
+    size = _number(config, "moe_intermediate_size") or facts.intermediate_size or 4 * hidden
+    shared = _number(config, "shared_expert_intermediate_size") or _number(config, "n_shared_experts") * size
     sparse = 3 * hidden * (experts * size + shared) + hidden * facts.num_experts
-    dense_layers = config.get("first_k_dense_replace") or len(config.get("mlp_only_layers") or ())
-    sparse_layers = (layers - dense_layers) // (config.get("decoder_sparse_step") or 1)
+    listed = config.get("mlp_only_layers")
+    dense_layers = _number(config, "first_k_dense_replace") or (len(listed) if isinstance(listed, list) else 0)
+    sparse_layers = (layers - dense_layers) // (_number(config, "decoder_sparse_step") or 1)
     return layers * attention + sparse_layers * sparse + (layers - sparse_layers) * dense
+
+
+def _number(config: dict[str, Any], *keys: str) -> int:
+    """The first of the settings that is a whole number, the largest where it is given by layer; 0 if none is."""
+    for value in map(config.get, keys):
+        whole = [
+            n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int | float) and n == n // 1
+        ]
+        if any(whole):
+            return int(max(whole))
+    return 0
 
 
 def _attention_parameters(facts: TargetFacts) -> int | None:

@@ -316,24 +316,35 @@ def _quantization(facts: TargetFacts, evidence: dict[str, Any]) -> Check:
 def describe_quantization(quantization: dict[str, Any]) -> str:
     """Method, format, bits and group in a few words: "compressed-tensors pack-quantized, 4-bit int, groups of 32"."""
     method = quantization.get("quant_method") or quantization.get("quant_algo") or "unnamed method"
-    words = [f"{method} {quantization['format']}" if quantization.get("format") else method]
-    groups = quantization.get("config_groups") or {}
-    for weights in [group["weights"] for group in groups.values() if group.get("weights")] or [quantization]:
+    words = [f"{method} {quantization['format']}" if quantization.get("format") else f"{method}"]
+    groups = [group.get("weights") for group in _objects(quantization.get("config_groups"))]
+    for weights in _objects(groups) or [quantization]:
         bits = weights.get("num_bits") or weights.get("bits") or weights.get("w_bit")
         words += [f"{bits}-bit {weights.get('type') or ''}".strip()] if bits else []
-        words += [f"groups of {weights['group_size']}"] if (weights.get("group_size") or -1) > 0 else []
+        size = weights.get("group_size")
+        words += [f"groups of {size}"] if isinstance(size, int) and size > 0 else []
         block = weights.get("weight_block_size") or weights.get("block_structure")
         words += [f"blocks of {' by '.join(map(str, block))}"] if isinstance(block, list) else []
     return ", ".join(dict.fromkeys(words))
 
 
+def _objects(values: Any) -> list[dict[str, Any]]:
+    """The objects that are values of an object or items of a list; none where it is neither."""
+    found = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
+    return [value for value in found if isinstance(value, dict)]
+
+
 def _remote_code(facts: TargetFacts, evidence: dict[str, Any], trusted: bool) -> list[Check]:
     """Code is named, never run: all facts come from JSON. An exported draft carries no auto_map."""
-    named = {**(facts.auto_map or {}), **(evidence.get("tokenizer_auto_map") or {})}
+    of_tokenizer = evidence.get("tokenizer_auto_map") or {}  # a list of its classes, until transformers 4.23
+    named = {
+        **(facts.auto_map or {}),
+        **(of_tokenizer if isinstance(of_tokenizer, dict) else {"AutoTokenizer": of_tokenizer}),
+    }
     if not named:
         return []
-    classes = [part for value in named.values() for part in (value if isinstance(value, list) else [value]) if part]
-    files = sorted({f"{name.partition('.')[0]}.py" for name in classes if "--" not in name})
+    classes = [part for value in named.values() for part in (value if isinstance(value, list) else [value])]
+    files = sorted({f"{name.partition('.')[0]}.py" for name in classes if isinstance(name, str) and "--" not in name})
     absent = sorted(set(files) - set(evidence.get("python_files") or ()))
     hint = "set target.trust_remote_code=true after reading it, unless transformers and the engine know the model"
     if absent:

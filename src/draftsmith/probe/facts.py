@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -144,7 +145,15 @@ def facts_from_evidence(evidence: dict[str, Any]) -> TargetFacts:
         lm_head_dtype=tensors[keys.lm_head]["dtype"] if keys.lm_head else None,
         derived=tuple(reading.derived),
     )
-    return replace(facts, missing=_missing(facts, {*reading.missing, *rope.missing}))
+    facts = replace(facts, missing=_missing(facts, {*reading.missing, *rope.missing}))
+    try:
+        return TargetFacts.from_json(json.dumps(facts.to_json()))
+    except ValueError as error:
+        raise TargetError(
+            f"has a setting of a kind that no model has: {error}",
+            where=evidence["path"],
+            hint="correct it in config.json or generation_config.json",
+        ) from error
 
 
 def _missing(facts: TargetFacts, absent: set[str]) -> tuple[str, ...]:
@@ -154,20 +163,41 @@ def _missing(facts: TargetFacts, absent: set[str]) -> tuple[str, ...]:
     return tuple(field.name for field in fields(facts) if field.name in absent)
 
 
-_OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config", "compression_config", "auto_map")
+# What a setting is in every dialect, where another kind of value would be read amiss; null is allowed everywhere.
+_KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
+    "an object": (
+        lambda value: isinstance(value, dict),
+        (*TEXT_CONFIGS, "rope_scaling", "rope_parameters", "quantization", "quantization_config", "compression_config",
+         "auto_map", "linear_attn_config"),
+    ),
+    "a list of names": (
+        lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+        ("architectures", "layer_types", "layers_block_type"),
+    ),
+    "a list": (lambda value: isinstance(value, list), ("attn_type_list", "full_attn_layers", "kda_layers")),
+    "a text": (lambda value: isinstance(value, str), ("hybrid_override_pattern", "rope_type", "type")),
+    "true or false": (lambda value: isinstance(value, bool), ("tie_word_embeddings",)),
+    "a whole number above 0": (
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0,
+        ("full_attention_interval", "n_embd"),
+    ),
+}  # fmt: skip
+_INSIDE = (*TEXT_CONFIGS, "rope_scaling", "rope_parameters", "linear_attn_config")
 
 
 def _refuse_misshapen(config: dict[str, Any]) -> None:
-    """Raises TargetError where a setting that is a list or an object in every dialect is something else."""
-    for key in (*TEXT_CONFIGS, *_OBJECTS):
-        if not isinstance(value := config.get(key), dict | None):
-            raise TargetError(f"{key} is {json.dumps(value)[:60]}, not an object", where="config.json")
-    kinds = config.get("layer_types")
-    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
-        raise TargetError(f"layer_types is {json.dumps(kinds)[:60]}, not a list of names", where="config.json")
-    for key in TEXT_CONFIGS:
-        if config.get(key):
-            _refuse_misshapen(config[key])
+    """Raises TargetError where a setting is of another kind than in every dialect."""
+    for kind, (fits, keys) in _KINDS.items():
+        for key in keys:
+            value = config.get(key)
+            if value is not None and not fits(value):
+                raise TargetError(f"{key} is {json.dumps(value)[:60]}, not {kind}", where="config.json")
+    for key in _INSIDE:
+        part = config.get(key) or {}
+        by_layer_type = part.values() if key.startswith("rope") else ()
+        for inner in (part, *by_layer_type):
+            if isinstance(inner, dict) and inner:
+                _refuse_misshapen(inner)
 
 
 def _config(evidence: dict[str, Any]) -> dict[str, Any]:
@@ -245,7 +275,7 @@ def _projection(tensors: dict[str, Any], module: str, dimension: int) -> int | N
 
 def _intermediate_size(reading: _Reading, tensors: dict[str, Any]) -> int | None:
     value = reading.fact("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff")
-    if isinstance(value, list):  # by layer
+    if isinstance(value, list) and value and all(isinstance(size, int) for size in value):  # by layer
         return reading.derive("intermediate_size", max(value))
     if value is None and (width := reading.get("n_embd")):  # GPT-2 and its kin, where n_inner is null
         return reading.derive("intermediate_size", 4 * width)
@@ -262,7 +292,8 @@ def _layer_types(reading: _Reading, num_hidden_layers: int | None) -> dict[str, 
     if flags := reading.get("attn_type_list"):  # MiniMax-01
         return dict(Counter("full_attention" if flag else "linear_attention" for flag in flags))
     if linear := reading.get("linear_attn_config"):  # Kimi-Linear
-        return {"full_attention": len(linear["full_attn_layers"]), "linear_attention": len(linear["kda_layers"])}
+        lists = {"full_attention": "full_attn_layers", "linear_attention": "kda_layers"}
+        return {kind: len(linear.get(key) or ()) for kind, key in lists.items()}
     interval = reading.get("full_attention_interval")
     if interval and num_hidden_layers:
         full = num_hidden_layers // interval
@@ -277,8 +308,8 @@ def _aux_layer_ids(num_hidden_layers: int | None) -> tuple[int, ...] | None:
         return None
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+def _ids(value: Any) -> tuple[Any, ...]:
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
 
 
 def _weight_bytes(evidence: dict[str, Any]) -> int | None:
