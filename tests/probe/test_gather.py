@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,6 +160,30 @@ def test_a_configuration_that_cannot_be_read_is_a_problem(tmp_path: Path, conten
     if content is not None:
         (folder / "config.json").write_bytes(content)
     assert kinds(folder)[0] == kind
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"chat_template": 5}),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": 5}}),
+        ("vocab.json", {"a": "x"}),
+        ("model.safetensors.index.json", {"weight_map": {"a": 5}}),
+        ("model.safetensors.index.json", {"metadata": {"total_size": "x"}}),
+    ],
+)
+def test_a_file_that_holds_what_no_such_file_does_is_a_problem_and_not_a_traceback(
+    tmp_path: Path, file: str, content: dict[str, Any]
+) -> None:
+    folder = write_model(tmp_path / "model")
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    (folder / file).write_text(json.dumps(content))
+    found = gather(str(folder))
+    (problem,) = found["problems"]
+    assert problem["kind"] == "bad_json"
+    assert problem["file"] in (file, "tokenizer_config.json")
+    assert found["config"]["hidden_size"]
 
 
 def test_a_folder_that_is_not_there_is_a_problem(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 EDGE_BYTES = 64 * 1024  # hashed at both ends of a shard's data: other weights of the same shapes differ there
@@ -67,17 +68,29 @@ def gather(path: str) -> dict[str, Any]:
     evidence["config"] = config
     evidence["config_sha256"] = _hash_json(config) if config is not None else None
     evidence["generation_config"] = _read_json(root, "generation_config.json", problems)
-    evidence.update(_tokenizer(root, problems))
+    evidence.update(_part(_tokenizer, "tokenizer_config.json", root, problems))
     evidence["python_files"] = _names(root, "*.py")
     evidence["disk_free_bytes"] = shutil.disk_usage(root).free
     collecting = gc.isenabled()
     gc.disable()  # a trillion parameters have 200,000 tensors, whose entries the collector would walk again and again
     try:
-        evidence.update(_weights(root, problems))
+        evidence.update(_part(_weights, "model.safetensors.index.json", root, problems))
     finally:
         if collecting:
             gc.enable()
     return evidence
+
+
+def _part(
+    read: Callable[[str, list[dict[str, str]]], dict[str, Any]], file: str, root: str, problems: list[dict[str, str]]
+) -> dict[str, Any]:
+    """What a part's files say; a problem, and what no files say, where they hold what no such file does."""
+    try:
+        return read(root, problems)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        detail = f"or a file beside it holds what no such file does: {type(error).__name__}: {error}"
+        problems.append(_problem("bad_json", file, detail))
+        return read(os.devnull, [])
 
 
 def _problem(kind: str, file: str, detail: str) -> dict[str, str]:
