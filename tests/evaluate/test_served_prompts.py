@@ -140,3 +140,13 @@ def test_two_sets_of_one_name_are_refused(recipe_of, tmp_path):
 def test_of_two_running_engines_both_must_be_named(recipe_of):
     with pytest.raises(RequestError, match="both must be named"):
         make_plan(*recipe_of(url="http://127.0.0.1:1"))
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no system turns') }}", "{{ messages[0].content / 0 }}"])
+def test_a_template_that_fails_on_a_set_is_told_with_the_sets_name(recipe_of, tmp_path, template):
+    (tmp_path / "own.jinja").write_text(template)
+    own = write_lines(tmp_path / "mine.jsonl", {"prompt": "Sort?"})
+    recipe, paths = recipe_of(prompt_sets=[own])
+    prepare = recipe.prepare.model_copy(update={"chat_template": str(tmp_path / "own.jinja")})
+    with pytest.raises(DataError, match="the chat template fails on a prompt of .*mine"):
+        sets_of((recipe.model_copy(update={"prepare": prepare}), paths))

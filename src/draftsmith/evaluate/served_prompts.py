@@ -52,7 +52,7 @@ def read_prompt_sets(recipe: Recipe, paths: RunPaths, facts: TargetFacts, room_t
         if name == HELD_OUT:
             found = list(_held_out(paths))
         else:
-            found = [chat.render(messages) for messages in _conversations(name)]
+            found = [chat.render(messages, name) for messages in _conversations(name)]
         random.Random(recipe.seed).shuffle(found)
         if not found:
             raise _has_none(name)
@@ -204,8 +204,15 @@ class _Chat:
         self.kwargs = settings.chat_template_kwargs
         self.template = Path(settings.chat_template).read_text(encoding="utf-8") if settings.chat_template else None
 
-    def render(self, messages: list[dict[str, Any]]) -> list[int]:
-        ids: list[int] = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.template, add_generation_prompt=True, return_dict=False, **self.kwargs
-        )
+    def render(self, messages: list[dict[str, Any]], prompt_set: str) -> list[int]:
+        try:
+            ids: list[int] = self.tokenizer.apply_chat_template(
+                messages, chat_template=self.template, add_generation_prompt=True, return_dict=False, **self.kwargs
+            )
+        except Exception as error:  # a template is a program, and fails in any way that programs do
+            raise DataError(
+                f"the chat template fails on a prompt of {prompt_set}: {str(error) or type(error).__name__}",
+                where="evaluate.served.prompt_sets",
+                hint=f"leave {prompt_set} out, or give messages that the template takes",
+            ) from error
         return ids
