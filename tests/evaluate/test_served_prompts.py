@@ -148,5 +148,5 @@ def test_a_template_that_fails_on_a_set_is_told_with_the_sets_name(recipe_of, tm
     own = write_lines(tmp_path / "mine.jsonl", {"prompt": "Sort?"})
     recipe, paths = recipe_of(prompt_sets=[own])
     prepare = recipe.prepare.model_copy(update={"chat_template": str(tmp_path / "own.jinja")})
-    with pytest.raises(DataError, match="the chat template fails on a prompt of .*mine"):
+    with pytest.raises(DataError, match=r"the chat template fails on a prompt of .*mine"):
         sets_of((recipe.model_copy(update={"prepare": prepare}), paths))
