@@ -145,8 +145,7 @@ def _stage(name: str, reader: _Reader, paths: RunPaths, events: list[dict[str, A
     noted = len(reader.damaged)
     state = reader.document(paths.stage_file(name))
     own = [event for event in events if event.get("stage") == name]
-    redone = max((i for i, event in enumerate(own) if event.get("event") == "redo"), default=-1)
-    own = [event for event in own[redone + 1 :] if event.get("event") in (*BEGUN, *ENDED)]
+    own = [event for event in _of_what_is_there(own) if event.get("event") in (*BEGUN, *ENDED)]
     last = own[-1] if own else {}
     status = "damaged" if len(reader.damaged) > noted else _status(state, last.get("event"))
     report = _dict(state.get("report"))
@@ -163,6 +162,20 @@ def _stage(name: str, reader: _Reader, paths: RunPaths, events: list[dict[str, A
         seconds=sum(measured) if measured else report.get("seconds"),
         error=last.get("error") if last.get("event") == "failed" else None,
     )
+
+
+def _of_what_is_there(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A stage's events without those of results that --redo deleted, or of a --redo of which nothing came."""
+    before: list[dict[str, Any]] = []
+    there: list[dict[str, Any]] = []
+    for event in events:
+        if event.get("event") == "redo":
+            before, there = there, []
+        elif event.get("event") == "restored":
+            there = before
+        else:
+            there.append(event)
+    return there
 
 
 def _status(state: dict[str, Any], last_event: str | None) -> str:

@@ -1,0 +1,110 @@
+"""What was done is not lost to a `--redo` that cannot be done."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith.redo import set_aside, settle
+from draftsmith.report.record import read_run
+from draftsmith.rundir import RunPaths, read_events, sole_process, write_json
+from tests.test_pipeline import draftsmith, write_recipe
+
+RUN = Path("runs/tiny")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_target) -> Path:
+    """A folder with a recipe that was run to the end, and the target beside it."""
+    folder = tmp_path_factory.mktemp("run")
+    write_recipe(folder, shutil.copytree(tiny_target, folder / "target"))
+    done = draftsmith("run", "recipe.yaml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("stage", "damaged", "overrides"),
+    [
+        ("prepare", None, ["prepare.sources=[{path: /nowhere.jsonl}]"]),
+        ("extract", "target/model.safetensors", []),
+        ("train", "runs/tiny/extract/store/ledger.jsonl", []),
+        ("train", "runs/tiny/extract/store/shard-00000.safetensors", []),
+        ("evaluate", "runs/tiny/train/checkpoints/final/model.safetensors", []),
+        ("export", "runs/tiny/train/checkpoints/final/model.safetensors", []),
+    ],
+)
+def test_results_are_back_in_place_where_nothing_came_of_redo(finished, stage, damaged, overrides):
+    before = contents(finished / RUN / stage)
+    told = read_run(finished / RUN).stages[stage]
+    whole = (finished / damaged).read_bytes() if damaged else b""
+    if damaged:
+        (finished / damaged).write_bytes(whole[:64] + bytes(byte ^ 255 for byte in whole[64:]))
+    try:
+        refused = draftsmith(stage, "recipe.yaml", *overrides, "--redo", cwd=finished)
+    finally:
+        if damaged:
+            (finished / damaged).write_bytes(whole)
+    assert refused.returncode in (1, 2), refused.stderr
+    assert f"{stage}: nothing came of --redo; the results before it are back in place" in refused.stderr
+    assert contents(finished / RUN / stage) == before
+    assert read_run(finished / RUN).stages[stage] == told, "of the results that are there"
+    assert f"{stage}: done already" in draftsmith(stage, "recipe.yaml", cwd=finished).stderr
+
+
+@pytest.mark.parametrize("stage", ["extract", "train"])
+def test_a_redo_that_was_killed_leaves_the_old_results_or_goes_on_to_new_ones(finished, tmp_path, stage):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    command = [sys.executable, "-m", "draftsmith", stage, "recipe.yaml", "--redo"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, cwd=copy, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    aside = copy / RUN / f".{stage}.before-redo"
+    while not aside.exists() and process.poll() is None:
+        os.sched_yield()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert contents(aside) == contents(finished / RUN / stage)
+    assert f"{stage}: done already" in draftsmith(stage, "recipe.yaml", cwd=copy).stderr
+    assert contents(copy / RUN / stage) == contents(finished / RUN / stage)
+    again = draftsmith(stage, "recipe.yaml", "--redo", cwd=copy)
+    assert (again.returncode, aside.exists()) == (0, False), again.stderr
+    assert "started" in [event["event"] for event in read_events(RunPaths(copy / RUN))[-4:]]
+
+
+def test_old_results_are_kept_beside_new_ones_that_are_half_done(tmp_path, capsys):
+    paths = RunPaths(tmp_path)
+    aside = tmp_path / ".train.before-redo"
+    write_json(paths.stage_file("train"), {"status": "done", "of": "old"})
+    set_aside(paths, "train")
+    write_json(paths.stage_file("train"), {"status": "running"})
+    write_json(paths.checkpoints / "step-00000002" / "state.json", {})
+    settle(paths, "train")
+    assert str(aside) in capsys.readouterr().err
+    assert (paths.checkpoints / "step-00000002").exists()
+    set_aside(paths, "train")  # a second --redo is one of the half done work
+    assert '"of": "old"' in (aside / "stage.json").read_text()
+    (aside / "stage.json").unlink()  # so far came a kill while it was deleted
+    settle(paths, "train")
+    assert not aside.exists()
+    assert not paths.stage("train").exists()
+
+
+def test_what_another_process_reads_is_not_deleted_under_it(finished):
+    before = contents(finished / RUN / "extract")
+    with sole_process(RunPaths(finished / RUN), "train"):
+        refused = draftsmith("extract", "recipe.yaml", "--redo", cwd=finished)
+    assert refused.returncode == 2
+    assert f"extract: --redo would delete what `train` reads, and process {os.getpid()} is at work on it" in (
+        refused.stderr
+    )
+    assert contents(finished / RUN / "extract") == before
