@@ -1,12 +1,13 @@
 """How near is capture through vLLM to prefill alone, and if it is not near, what is it that limits it?
 
 python benchmarks/capture.py MODEL --sequences 512 --tokens 1000
-python benchmarks/capture.py MODEL --load-format dummy --engine-arg max_num_batched_tokens=16384 --parts plain native
+python benchmarks/capture.py tests/probe/configs/kimi-k2.5.json --layers 7 --one-at-a-time --parts plain native
 
 Random token ids, one token written for each sequence, the same engine arguments throughout. All engines are started
 first and stay; then each part is measured in turn, so often as `--repeats` says, after one run of it that is not
 counted. Each run has new ids, so that no prefix cache helps. With `--one-at-a-time`, for a model of which the device
-holds only one, each engine is started, measured and ended before the next.
+holds only one, each engine is started, measured and ended before the next. With `--layers`, MODEL is a config.json, and
+the model has so many layers of it, with weights by chance.
 
     plain        vLLM as it comes, without capture
     plain_v1     the same on vLLM's first model runner, which capture needs in vLLM 0.24
@@ -15,9 +16,9 @@ holds only one, each engine is started, measured and ended before the next.
     hooked       ours, by hooks on the layers
     …_int8       of both, with states that the workers encode, which is half of the bytes
     …_memory     of these, into a store in /dev/shm: what there is without a disk's limit; left out where it has no room
-    …_spool      of these, what engine and spool do alone: until every sample's file is there, which is then deleted
+    …_spool      of these, what engine and spool do alone: until every sample is there; it is not read
 
-Prints JSON and writes it to --out; progress goes to stderr. What fails is in the JSON with its traceback.
+Prints JSON and writes it to --output; progress goes to stderr. What fails is in the JSON with its traceback.
 """
 
 from __future__ import annotations
@@ -68,6 +69,18 @@ def random_samples(count: int, tokens: int, vocabulary: int, seed: int) -> Sampl
                [1] * tokens)
         for n in range(count)
     ]  # fmt: skip
+
+
+def with_layers(config_file: Path, layers: int, folder: Path) -> Path:
+    """A model of so many layers, without weights."""
+    from draftsmith.rehearse.scale_model import KIMI_PREPROCESSOR
+
+    config = json.loads(config_file.read_text())
+    config.get("text_config", config)["num_hidden_layers"] = layers
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(KIMI_PREPROCESSOR))
+    return folder
 
 
 # ---- an engine without our capture, in a process of its own -------------------------------------------------------
@@ -170,6 +183,9 @@ class Bench:
         from draftsmith.extract.engine_settings import engine_args, environment
         from draftsmith.probe.facts import read_facts
 
+        if options.layers:
+            options.load_format = "dummy"
+            options.model = str(with_layers(Path(options.model), options.layers, folder / "model"))
         self.options, self.folder = options, folder
         self.facts: TargetFacts = read_facts(options.model)
         self.recipe: Recipe = parse(
@@ -350,7 +366,7 @@ class Ours:
         }
 
     def measure_spool(self, samples: Samples) -> dict[str, Any]:
-        from draftsmith.extract.vllm_worker.spool import spool_file
+        from draftsmith.extract.vllm_worker.spool import take_sequence
 
         engine, size, done, begin = self.engines.engines[0], 0, 0, time.perf_counter()
         with ThreadPoolExecutor(1) as sender:
@@ -358,10 +374,8 @@ class Ours:
             while done < len(samples):
                 for event in engine.process.receive():
                     for number, _ in event.get("samples", ()):
-                        for ids in engine.process.parts:
-                            path = spool_file(engine.spool, number, ids[0])
-                            size += path.stat().st_size
-                            path.unlink()
+                        _, parts = take_sequence(engine.spool, number, engine.process.parts)
+                        size += sum(part.nbytes for part in parts.values())
                         done += 1
         return {"seconds": time.perf_counter() - begin, "bytes": size}
 
@@ -476,6 +490,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--layers", type=int, help="of the model whose config.json is named, with weights by chance")
     parser.add_argument("--load-format", help="dummy: random weights, for a folder that has none")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.12, help="of each engine: all live at once")
@@ -487,7 +502,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--limit-seconds", type=float, default=420.0, help="longest start, or run, of an engine")
     parser.add_argument("--start-in-parallel", action="store_true", help="all engines but the first at the same time")
     parser.add_argument("--one-at-a-time", action="store_true", help="where the device holds only one engine")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--output", type=Path, default=RESULT)
     return parser.parse_args(arguments)
 
 
@@ -523,14 +538,14 @@ def main() -> None:
                 start_all(bench, group)
                 for repeat in range(options.repeats + 1):
                     bench.measure(repeat)
-                    report(options.out, context, bench.found(), {})  # should the rest be cut short
+                    report(options.output, context, bench.found(), {})  # should the rest be cut short
                 bench.close()
         finally:
             bench.close()
         size = int(next((found["bytes"] for found in bench.found().values() if "bytes" in found), 0))
         say(f"disk: writing {size:,} bytes")
         disk = disk_rate(folder, size, options.repeats) if size else {}
-        print(report(options.out, context, bench.found(), disk), flush=True)
+        print(report(options.output, context, bench.found(), disk), flush=True)
 
 
 def report(out: Path, context: dict[str, Any], parts: dict[str, dict[str, Any]], disk: dict[str, Any]) -> str:

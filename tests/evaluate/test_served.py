@@ -96,6 +96,24 @@ def test_an_engine_is_warmed_up_first_and_what_that_costs_is_in_no_figure(recipe
     assert {one["drafts"] / one["tokens"] for one in repeats} == {0.0, 0.5}, "a round of this engine is two tokens"
 
 
+class SlowlyWarmingEngine(Engine):
+    """Its steps take twice as long until one short and one long burst of a single request are over."""
+
+    def metrics(self) -> str:
+        slow = min(WARM_UP_TOKENS, TOKENS) * (1 + max(CONCURRENCY) * (K + 1)) + max(2, TOKENS // 4) + TOKENS
+        seconds = (self.steps + min(self.steps, slow)) / 4
+        return "\n".join(
+            f"{line.rsplit(' ', 1)[0]} {seconds}" if "seconds_sum" in line else line
+            for line in super().metrics().splitlines()
+        )
+
+
+def test_a_step_is_measured_by_short_and_long_bursts_in_turns_so_that_a_drift_is_in_both(recipe_of):
+    with serving(SlowlyWarmingEngine(drafting=False)) as alone, serving(Engine()) as drafting:
+        report = run(*recipe_of(url=drafting, baseline_url=alone))
+    assert report["step_costs"]["target_seconds"] == pytest.approx({"1": 0.25, "3": 0.25, "9": 0.25})
+
+
 def test_what_was_measured_before_a_failure_is_not_measured_again(recipe_of):
     first, second = Engine(drafting=False), Engine(drafting=False)
     with serving(first) as alone, pytest.raises(EngineError, match="ConnectError"):

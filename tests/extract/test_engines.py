@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +23,11 @@ from draftsmith.extract.from_vllm import _proven
 from draftsmith.extract.parity import SEQUENCES, Expected, compare, expect
 from draftsmith.extract.quarantine import set_aside
 from draftsmith.extract.vllm_worker import internals, spool
+from draftsmith.extract.vllm_worker.chunks import PREFIX
 from draftsmith.extract.vllm_worker.client import EngineDied
 from draftsmith.extract.vllm_worker.engine import captured_parts, refuse_endless_wait
 from draftsmith.extract.vllm_worker.failures import describe
-from draftsmith.extract.vllm_worker.spool import MAPPED_BYTES, Ended, SpoolWriter, spool_file, take_sequence
+from draftsmith.extract.vllm_worker.spool import Ended, SpoolWriter, take_sequence
 from draftsmith.extract.work import Captured
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Recipe, Target, parse
@@ -53,9 +57,10 @@ def engine(tmp_path: Path) -> Engine:
 
 
 def put(engine: Engine, input_ids: list[int], states: torch.Tensor) -> None:
-    codec = engine.plan.codec
-    parts = CODECS[codec].encode(states) if codec else {"": states}
-    spool.write_sequence(spool_file(engine.spool, 0, 2), torch.tensor(input_ids, dtype=torch.int32), parts)
+    shutil.rmtree(engine.spool)
+    engine.spool.mkdir()
+    writer = SpoolWriter(engine.spool, LAYER_IDS, engine.plan.codec)
+    writer.put([Ended(0, torch.tensor(input_ids, dtype=torch.int32), 0)], states)
 
 
 # ---- what comes back is what was asked for ------------------------------------------------------------------------
@@ -68,7 +73,7 @@ def test_what_comes_back_as_sent_is_taken(engine: Engine) -> None:
     assert features is not None
     assert features.input_ids.tolist() == IDS
     assert torch.equal(torch.cat([features.aux, features.last[:, None]], dim=1), states())
-    assert not list(engine.spool.iterdir())
+    assert [file.name[: len(PREFIX)] for file in engine.spool.iterdir()] == [PREFIX]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +139,7 @@ def test_workers_that_capture_other_layers_than_asked_for_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 3, 1 + MAPPED_BYTES // (4 * HIDDEN * 2)])
+@pytest.mark.parametrize("tokens", [1, 3, 2000])
 def test_sequences_put_together_come_out_alone_and_whole(tmp_path: Path, dtype: torch.dtype, tokens: int) -> None:
     rows = states(tokens=2 * tokens + 7).to(dtype)
     ids = torch.arange(tokens, dtype=torch.int32)
@@ -159,17 +164,64 @@ def test_sequences_that_are_encoded_together_are_each_their_own(tmp_path: Path, 
         assert largest_error(CODECS[codec].decode(found), rows[start : start + 7]) < 2 * CODECS[codec].error
 
 
-def test_a_file_has_its_name_only_once_it_is_whole(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
+def test_a_sequence_is_named_only_once_it_is_all_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
 
     def rename(aside: str, path: Path) -> None:
         assert not path.exists()
-        sizes.append(os.path.getsize(aside))
         os.replace(aside, path)
+        found.append(take_sequence(tmp_path, 0, [LAYER_IDS])[1][""].clone())
 
     monkeypatch.setattr(spool.os, "rename", rename)
-    put(engine, IDS, states())
-    assert sizes == [spool_file(engine.spool, 0, 2).stat().st_size]
+    SpoolWriter(tmp_path, LAYER_IDS).put([Ended(0, torch.tensor(IDS, dtype=torch.int32), 0)], states())
+    assert torch.equal(found[0], states())
+
+
+def test_memory_is_used_again_only_once_nobody_has_what_was_in_it(tmp_path: Path) -> None:
+    writer, ids = SpoolWriter(tmp_path, LAYER_IDS), torch.arange(5, dtype=torch.int32)
+
+    def put(*numbers: int) -> None:
+        rows = torch.cat([torch.full((5, 4, HIDDEN), float(number)) for number in numbers])
+        writer.put([Ended(number, ids, 5 * place) for place, number in enumerate(numbers)], rows)
+
+    def take(number: int) -> torch.Tensor:
+        return take_sequence(tmp_path, number, [LAYER_IDS])[1][""]
+
+    def chunks() -> int:
+        return len(list(tmp_path.glob(f"{PREFIX}*")))
+
+    put(0, 1)
+    part_of_first, second = take(0)[1:, -1], take(1)
+    put(2)
+    put(3)
+    assert chunks() == 3, "of 2 nothing was read yet, and of 0 and 1 something is in use"
+    del second
+    third = take(2)
+    put(4)
+    assert chunks() == 4, "a part of 0 is in use, 2 is, and 3 was not read"
+    assert (part_of_first.unique().item(), third.unique().item(), take(3).unique().item()) == (0, 2, 3)
+    del part_of_first, third
+    for number in range(5, 8):
+        put(number)
+    assert chunks() == 4, "those of 0, 2 and 3 are free"
+    assert [take(number).unique().item() for number in range(4, 8)] == [4, 5, 6, 7]
+
+
+def test_memory_of_a_reader_that_is_killed_is_used_again(tmp_path: Path) -> None:
+    writer, ids = SpoolWriter(tmp_path, LAYER_IDS), torch.arange(5, dtype=torch.int32)
+    reads = "import sys, pathlib; from draftsmith.extract.vllm_worker.spool import take_sequence as take\n"
+    reads += "found = take(pathlib.Path(sys.argv[1]), 0, [[2]]); print('read', flush=True); sys.stdin.read()"
+    writer.put([Ended(0, ids, 0)], states())
+    with subprocess.Popen(
+        [sys.executable, "-c", reads, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == b"read\n"
+        writer.put([Ended(1, ids, 0)], states())
+        assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 2
+        reader.kill()
+    writer.put([Ended(2, ids, 0)], states())
+    assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 2
 
 
 # ---- parity -------------------------------------------------------------------------------------------------------

@@ -34,15 +34,17 @@ from draftsmith.extract.parity import (
     refuse_other_tokens,
 )
 from draftsmith.extract.quarantine import QUARANTINE, read_quarantine, refuse_many_set_aside, set_aside
+from draftsmith.extract.vllm_worker.chunks import PREFIX
 from draftsmith.extract.vllm_worker.client import EngineDied
 from draftsmith.extract.vllm_worker.failures import ENGINE, describe, read_failures, running_module, write_failure
 from draftsmith.extract.vllm_worker.hooks import Joiner, Ran, complete_states, read_convention
 from draftsmith.extract.vllm_worker.options import KEY
-from draftsmith.extract.vllm_worker.spool import spool_file, take_sequence, write_sequence
+from draftsmith.extract.vllm_worker.spool import Ended, SpoolWriter, take_sequence
 from draftsmith.extract.work import Captured, Work
 from draftsmith.probe.facts import read_facts
 from draftsmith.recipe import Target, parse
 from draftsmith.records import Features, Sample
+from draftsmith.store.codec import CODECS
 from draftsmith.target import load_head, load_target
 from tests.extract import scale
 
@@ -632,14 +634,15 @@ def test_an_engine_too_old_is_refused_before_it_is_imported(monkeypatch: pytest.
 
 
 def test_the_stages_of_a_pipeline_are_joined_in_the_order_of_their_layers(tmp_path: Path) -> None:
-    tokens, states, scales = torch.arange(5, dtype=torch.int32), torch.randn(5, 4, 8), torch.randn(5, 4).bfloat16()
-    write_sequence(spool_file(tmp_path, 3, 2), tokens, {"": states[:, :1], "scale": scales[:, :1]})
-    write_sequence(spool_file(tmp_path, 3, 4), tokens, {"": states[:, 1:], "scale": scales[:, 1:]})
+    tokens, states = torch.arange(5, dtype=torch.int32), torch.randn(5, 4, 8)
+    for ids, own in (((2,), states[:, :1]), ((4, 5, 8), states[:, 1:])):
+        SpoolWriter(tmp_path, ids, "int8").put([Ended(3, tokens, 0)], own)
     found = take_sequence(tmp_path, 3, [[2], [4, 5, 8]])
     assert torch.equal(found[0], tokens)
-    assert torch.equal(found[1][""], states)
-    assert torch.equal(found[1]["scale"], scales)
-    assert not list(tmp_path.iterdir())
+    due = CODECS["int8"].encode(states)
+    assert found[1].keys() == due.keys()
+    assert all(torch.equal(found[1][name], due[name]) for name in due)
+    assert all(file.name.startswith(PREFIX) for file in tmp_path.iterdir())
 
 
 def test_an_exception_without_a_message_keeps_its_type_place_and_traceback(tmp_path: Path) -> None:

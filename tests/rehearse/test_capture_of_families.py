@@ -51,8 +51,9 @@ def test_every_state_is_the_references(name: str, settings: dict[str, Any], tmp_
     states = captured(plan_for(plain, tmp_path / "run", **settings), samples)
     assert list(states) == [one.id for one in samples]
     by_sequence = errors(plain, states, samples).split([len(one.input_ids) for one in samples])
-    strays = [one.id for one, found in zip(samples, by_sequence, strict=True) if found.max() >= ROUNDING]
-    # Measured: none. A near-tie between experts may fall the other way on another machine, which no swap is: of two.
+    # A processor rounds single tokens to 1.6 times ROUNDING where experts are nearly tied; a swapped state is off by 1.
+    strays = [one.id for one, found in zip(samples, by_sequence, strict=True) if found.max() >= 10 * ROUNDING]
+    # Measured: none. A near-tie may fall the other way on another machine, which no swap is: of two.
     assert len(strays) <= bool(read_facts(str(plain)).num_experts), strays
     assert max(found.median() for found in by_sequence) < ROUNDING, strays
 

@@ -39,16 +39,18 @@ def test_the_order_follows_from_seed_and_epoch_alone():
     assert plan_epoch(LENGTHS, 20, 1, 0) != plan_epoch(LENGTHS, 20, 2, 0)
 
 
-@pytest.mark.parametrize("shards", [[0] * 7, [0, 0, 1, 2, 4, 4, 4], [5, 1, 5, 1, 0, 9, 9]])
+@pytest.mark.parametrize("shards", [list(range(100)), [5, 1] + [number % 70 for number in range(98)]])
 def test_every_sample_comes_once_an_epoch_by_shards_as_well(shards):
+    lengths = [1 + number % 13 for number in range(100)]
     for epoch in range(3):
-        plan = plan_epoch(LENGTHS, 20, 7, epoch, shards)
-        assert sorted(index for rows in plan for index in rows) == list(range(len(LENGTHS)))
-        assert plan == plan_epoch(LENGTHS, 20, 7, epoch, shards)
+        plan = plan_epoch(lengths, 20, 7, epoch, shards)
+        assert sorted(index for rows in plan for index in rows) == list(range(100))
+        assert plan == plan_epoch(lengths, 20, 7, epoch, shards)
 
 
-def test_samples_of_one_shard_are_shuffled_as_without_shards():
-    assert plan_epoch(LENGTHS, 20, 7, 0, [3] * 7) == plan_epoch(LENGTHS, 20, 7, 0)
+@pytest.mark.parametrize("shards", [[3] * 7, [0, 0, 1, 2, 4, 4, 4]])
+def test_a_store_in_other_shards_is_learned_from_in_the_same_order(shards):
+    assert plan_epoch(LENGTHS, 20, 7, 0, shards) == plan_epoch(LENGTHS, 20, 7, 0)
 
 
 def test_few_shards_are_read_from_at_a_time_and_every_batch_draws_on_many():

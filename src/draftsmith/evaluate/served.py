@@ -32,6 +32,7 @@ from draftsmith.rundir import RunPaths, append_event, digest_draft, hash_json, w
 from draftsmith.target import read_facts_of_run
 
 WARM_UP_TOKENS = 16
+STEP_SECONDS, MOST_TURNS = 3.0, 30  # of bursts that one step is measured by
 
 
 @dataclass(frozen=True)
@@ -225,14 +226,21 @@ def _most_busy(found: Measurements) -> float | None:
 
 
 def _measure_step(plan: Plan, running: Running, sequences: int) -> float:
-    """Seconds of a step, or of a round, of so many sequences."""
+    """Seconds of a step, or of a round, of so many sequences.
+
+    Short and long bursts take turns, until there were enough of both by the engine's clock: a machine's speed drifts,
+    and a small model's burst is over in a quarter of a second.
+    """
     settings = plan.recipe.evaluate.served
     prompts = list(islice(cycle(plan.sets[0].prompts), sequences))
     few = max(2, settings.max_tokens // 4)
-    short, long = (
-        [_ask(plan, running, prompts, sequences, tokens) for _ in range(settings.repeats)]
-        for tokens in (few, settings.max_tokens)
-    )
+    short: list[Burst] = []
+    long: list[Burst] = []
+    spent = 0.0
+    while len(long) < settings.repeats or (spent < STEP_SECONDS and len(long) < MOST_TURNS):
+        for bursts, tokens in ((short, few), (long, settings.max_tokens)):
+            bursts.append(_ask(plan, running, prompts, sequences, tokens))
+            spent += bursts[-1].counters.decode_seconds / sequences
     return seconds_per_step(short, long)
 
 

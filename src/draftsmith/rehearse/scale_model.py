@@ -41,7 +41,7 @@ MOST_WEIGHTS = 200_000_000  # of a small one; published configurations come to 3
 MAX_SHARD_WEIGHTS = 1 << 31
 _QUANTIZATION = ("quantization_config", "quantization", "compression_config")
 # vLLM's processor of Kimi-K2.5 is built from this file even where the engine serves text alone.
-_KIMI_PREPROCESSOR = {
+KIMI_PREPROCESSOR = {
     "image_processor_type": "KimiK25VisionProcessor",
     "media_proc_cfg": {
         "patch_size": 14,
@@ -264,6 +264,6 @@ def _write(
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index)
     if config.get("model_type") == "kimi_k25":
-        write_json(folder / "preprocessor_config.json", _KIMI_PREPROCESSOR)
+        write_json(folder / "preprocessor_config.json", KIMI_PREPROCESSOR)
     write_text(folder / "config.json", json.dumps(config, indent=2))  # a published one may hold Infinity
     return list(weight_map)

@@ -34,11 +34,12 @@ def plan_epoch(
 ) -> list[list[int]]:
     """Shuffle samples and fill batches of at most `batch_tokens` tokens; a longer sample is a batch of its own.
 
-    With `shards`, those are shuffled, and the samples of the n-th of them come at times drawn evenly from n to
-    n + `OPEN_SHARDS`, when a shard's worth of samples takes one unit of time. So shards are read one after another,
-    and at most `OPEN_SHARDS` of them have to stay in memory, however large the store. That is random enough: a batch
-    draws on `OPEN_SHARDS` shards, on about sqrt(2 · `OPEN_SHARDS`) at an epoch's very beginning and end, of which
-    every epoch has others together. Up to a shard, it is the plain shuffle.
+    With more than `OPEN_SHARDS` shards, those are shuffled, and the samples of the n-th of them come at times drawn
+    evenly from n to n + `OPEN_SHARDS`, when a shard's worth of samples takes one unit of time. So shards are read one
+    after another, and at most `OPEN_SHARDS` of them have to stay in memory, however large the store. That is random
+    enough: a batch draws on `OPEN_SHARDS` shards, on about sqrt(2 · `OPEN_SHARDS`) at an epoch's very beginning and
+    end, of which every epoch has others together. With fewer it is the plain shuffle, which does not ask into which
+    shards an extraction that was stopped and went on divided the samples.
 
     Args:
         lengths: tokens of each sample.
@@ -60,7 +61,7 @@ def plan_epoch(
 
 
 def _shuffled(count: int, shards: Sequence[int] | None, generator: torch.Generator) -> list[int]:
-    if shards is None or len(set(shards)) < 2:
+    if shards is None or len(set(shards)) <= OPEN_SHARDS:
         return torch.randperm(count, generator=generator).tolist()
     turns = torch.randperm(max(shards) + 1, generator=generator)[torch.tensor(shards)]
     turns = torch.unique(turns, return_inverse=True)[1]  # shards without samples take no time

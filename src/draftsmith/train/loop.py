@@ -93,6 +93,9 @@ class Trainer:
                 where="train",
                 hint="look at the loss masks with `draftsmith prepare --show`",
             )
+        # The order in which they were captured differs from run to run.
+        self.train_indexes.sort(key=self.store.sample_ids.__getitem__)
+        self.validation_indexes.sort(key=self.store.sample_ids.__getitem__)
         self.lengths = [self.store.lengths[index] for index in self.train_indexes]
         self.shards = [self.store.shards[index] for index in self.train_indexes]
         pass_tokens = None

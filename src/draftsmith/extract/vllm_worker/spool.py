@@ -1,12 +1,10 @@
-"""A captured sequence on its way from the engine to the store: one file, there completely or not at all.
+"""A captured sequence on its way from the engine to the store: a file that tells where it is, there once it is whole.
 
-    bytes of the head: int64; the head, JSON: name, dtype, shape of each tensor; their bytes, widest dtype first:
-    input_ids [T] int32, and the states as the store's codec encodes them, each part [T, L, …]; or the one part "",
-    [T, L, Ht], as the engine computes them
+    chunk: name of the file in shared memory (`chunks.py`) that it lies in, with the others of its step
+    tensors: name, dtype, shape, first byte of each: input_ids [T] int32, and the states as the store's codec encodes
+        them, each part [T, L, …]; or the one part "", [T, L, Ht], as the engine computes them
 
-The spool is no record of anything: what is in it when a run ends is thrown away, and nothing is synced to disk. Its
-files are ours alone, so that a write costs an engine's main thread, which shares the interpreter's lock with the
-writer threads, a few microseconds.
+The spool is no record of anything: what is in it when a run ends is thrown away, and nothing is synced to disk.
 """
 
 from __future__ import annotations
@@ -17,14 +15,16 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from draftsmith.extract.vllm_worker.chunks import ALIGNMENT, Chunk, Chunks, map_chunk
 from draftsmith.store.codec import CODECS, Parts
 
-WRITER_THREADS = 4  # copies into page cache run at 2 to 4 GB/s each
-MAPPED_BYTES = 1 << 16  # from which a file is mapped: a process may have some ten thousand mappings, not more
+WRITER_THREADS = 4  # where the device cannot copy into a chunk, one moves 2 to 4 GB/s
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,6 @@ class Ended:
 def spool_file(folder: Path, number: int, first_id: int) -> Path:
     """With pipeline parallelism, each stage writes the layers that it has, named by the first of them."""
     return folder / f"{number}.{first_id}"
-
-
-def write_sequence(path: Path, input_ids: torch.Tensor, states: Parts) -> None:
-    """Put a sequence under its name.
-
-    Args:
-        input_ids: [T] int32, the tokens that the engine was given.
-        states: parts [T, L, …] on the CPU, one state for each layer id of this writer, ascending.
-    """
-    tensors = sorted({"input_ids": input_ids, **states}.items(), key=lambda item: -item[1].itemsize)
-    head = json.dumps([(name, str(one.dtype).removeprefix("torch."), one.shape) for name, one in tensors]).encode()
-    head += b" " * (-len(head) % 8)
-    aside = f"{path}.partial"
-    with open(aside, "wb", buffering=0) as file:
-        parts = [memoryview(len(head).to_bytes(8, "little") + head), *(_bytes(one) for _, one in tensors)]
-        for part in parts:
-            written = 0
-            while written < len(part):  # the system takes 2 GiB at once
-                written += file.write(part[written:])
-    os.rename(aside, path)
 
 
 def take_sequence(folder: Path, number: int, writers: Sequence[Sequence[int]]) -> tuple[torch.Tensor, Parts]:
@@ -89,25 +69,16 @@ def take_sequence(folder: Path, number: int, writers: Sequence[Sequence[int]]) -
 
 
 def _read(path: Path) -> tuple[torch.Tensor, Parts]:
-    size = path.stat().st_size
-    raw = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    raw = raw if size >= MAPPED_BYTES else raw.clone()
-    start = 8 + int(raw[:8].view(torch.int64))
-    tensors = {}
-    for name, dtype_name, shape in json.loads(raw[8:start].numpy().tobytes()):
+    told = json.loads(path.read_bytes())
+    mapped, tensors = map_chunk(path.parent / told["chunk"]), {}
+    for name, dtype_name, shape, start in told["tensors"]:
         dtype = getattr(torch, dtype_name)
-        end = start + math.prod(shape) * dtype.itemsize
-        tensors[name] = raw[start:end].view(dtype).view(shape)
-        start = end
+        tensors[name] = torch.frombuffer(mapped, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
     return tensors.pop("input_ids"), tensors
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
-
-
 class SpoolWriter:
-    """Writes sequences from the device: at once on a CPU, through pinned buffers and threads elsewhere.
+    """Writes sequences from the device: at once on a CPU, beside its next step elsewhere.
 
     Args:
         layer_ids: of the states that it is given.
@@ -119,12 +90,12 @@ class SpoolWriter:
         self._threads = ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="spool")
         self._writing: list[Future[None]] = []
         self._copies: torch.cuda.Stream | None = None
+        self._chunks: Chunks | None = None
 
     def put(self, sequences: Sequence[Ended], states: torch.Tensor) -> None:
         """Write sequences, or begin to. The caller may overwrite what `states` was computed from, not itself.
 
-        One copy for all of them, which the engine's own stream does not wait for: it runs beside the next step. Pinned
-        memory is PyTorch's, which keeps what it has once pinned; there is no more of it than samples under way.
+        One copy for all of them, which the engine's own stream does not wait for: it runs beside the next step.
 
         Args:
             states: [rows, L, Ht], those of each sequence from its start.
@@ -133,32 +104,41 @@ class SpoolWriter:
         """
         self._raise_failures(wait=False)
         parts = CODECS[self.codec].encode(states) if self.codec else {"": states}
+        tensors = [*parts.values(), *(one.input_ids for one in sequences)]
+        *starts, size = accumulate((-(-one.nbytes // ALIGNMENT) * ALIGNMENT for one in tensors), initial=0)
+        files = [spool_file(self.folder, one.number, self.layer_ids[0]) for one in sequences]
+        if self._chunks is None:
+            self._chunks = Chunks(self.folder, str(self.layer_ids[0]), pin=states.is_cuda)
+        chunk = self._chunks.take(size, [file.name for file in files])
+        places = [_view(chunk.bytes, one, start) for one, start in zip(tensors, starts, strict=True)]
+        told = _tell(chunk, parts, sequences, starts)
         if not states.is_cuda:
-            self._write(sequences, parts)
+            _copy(tensors, places)
+            _write(chunk, files, told)
             return
         if self._copies is None:
             self._copies = torch.cuda.Stream()
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
-            host_parts = {name: _to_pinned(part) for name, part in parts.items()}
-            host = [Ended(one.number, _to_pinned(one.input_ids), one.start) for one in sequences]
+            host = places if chunk.pinned else [_pinned_like(one) for one in tensors]
+            _copy(tensors, host)
             copied = torch.cuda.Event(blocking=True)
             copied.record()
-        for tensor in (*parts.values(), *(one.input_ids for one in sequences if one.input_ids.is_cuda)):
-            tensor.record_stream(self._copies)
-        self._writing.append(self._threads.submit(self._write, host, host_parts, copied))
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(self._copies)
+
+        def finish() -> None:
+            copied.synchronize()
+            if not chunk.pinned:
+                _copy(host, places)
+            _write(chunk, files, told)
+
+        self._writing.append(self._threads.submit(finish))
 
     def flush(self) -> None:
         """Wait until everything put is under its name. Raises what a write raised."""
         self._raise_failures(wait=True)
-
-    def _write(self, sequences: Sequence[Ended], parts: Parts, copied: torch.cuda.Event | None = None) -> None:
-        if copied is not None:
-            copied.synchronize()
-        for one in sequences:
-            path = spool_file(self.folder, one.number, self.layer_ids[0])
-            rows = slice(one.start, one.start + len(one.input_ids))
-            write_sequence(path, one.input_ids, {name: part[rows] for name, part in parts.items()})
 
     def _raise_failures(self, wait: bool) -> None:
         pending = []
@@ -170,8 +150,36 @@ class SpoolWriter:
         self._writing = pending
 
 
-def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+def _tell(chunk: Chunk, parts: Parts, sequences: Sequence[Ended], starts: Sequence[int]) -> list[str]:
+    """What the file of each sequence says."""
+    said = []
+    for one, ids_start in zip(sequences, starts[len(parts) :], strict=True):
+        tensors: list[Any] = [("input_ids", "int32", one.input_ids.shape, ids_start)]
+        for (name, part), start in zip(parts.items(), starts, strict=False):
+            rows = part[one.start : one.start + len(one.input_ids)]
+            first = start + one.start * math.prod(part.shape[1:]) * part.itemsize
+            tensors.append((name, str(part.dtype).removeprefix("torch."), rows.shape, first))
+        said.append(json.dumps({"chunk": chunk.path.name, "tensors": tensors}))
+    return said
+
+
+def _write(chunk: Chunk, files: Sequence[Path], told: Sequence[str]) -> None:
+    for file, text in zip(files, told, strict=True):
+        aside = f"{file}.partial"
+        with open(aside, "wb", buffering=0) as out:
+            out.write(text.encode())
+        os.rename(aside, file)
+    chunk.told = True
+
+
+def _view(memory: torch.Tensor, like: torch.Tensor, start: int) -> torch.Tensor:
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def _copy(tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    for one, place in zip(tensors, into, strict=True):
+        place.copy_(one, non_blocking=True)
+
+
+def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
