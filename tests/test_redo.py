@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.errors import RequestError
+from draftsmith.probe.budget import room_for_store
 from draftsmith.redo import set_aside, settle
 from draftsmith.report.record import read_run
 from draftsmith.rundir import RunPaths, read_events, sole_process, write_json
@@ -38,10 +40,8 @@ def contents(folder: Path) -> dict[Path, bytes]:
     [
         ("prepare", None, ["prepare.sources=[{path: /nowhere.jsonl}]"]),
         ("extract", "target/model.safetensors", []),
-        ("train", "runs/tiny/extract/store/ledger.jsonl", []),
         ("train", "runs/tiny/extract/store/shard-00000.safetensors", []),
         ("evaluate", "runs/tiny/train/checkpoints/final/model.safetensors", []),
-        ("export", "runs/tiny/train/checkpoints/final/model.safetensors", []),
     ],
 )
 def test_results_are_back_in_place_where_nothing_came_of_redo(finished, stage, damaged, overrides):
@@ -59,7 +59,6 @@ def test_results_are_back_in_place_where_nothing_came_of_redo(finished, stage, d
     assert f"{stage}: nothing came of --redo; the results before it are back in place" in refused.stderr
     assert contents(finished / RUN / stage) == before
     assert read_run(finished / RUN).stages[stage] == told, "of the results that are there"
-    assert f"{stage}: done already" in draftsmith(stage, "recipe.yaml", cwd=finished).stderr
 
 
 @pytest.mark.parametrize("stage", ["extract", "train"])
@@ -78,7 +77,8 @@ def test_a_redo_that_was_killed_leaves_the_old_results_or_goes_on_to_new_ones(fi
     assert contents(copy / RUN / stage) == contents(finished / RUN / stage)
     again = draftsmith(stage, "recipe.yaml", "--redo", cwd=copy)
     assert (again.returncode, aside.exists()) == (0, False), again.stderr
-    assert "started" in [event["event"] for event in read_events(RunPaths(copy / RUN))[-4:]]
+    happened = [event["event"] for event in read_events(RunPaths(copy / RUN)) if event["stage"] == stage]
+    assert happened[-happened[::-1].index("redo")] == "started"
 
 
 def test_old_results_are_kept_beside_new_ones_that_are_half_done(tmp_path, capsys):
@@ -99,12 +99,33 @@ def test_old_results_are_kept_beside_new_ones_that_are_half_done(tmp_path, capsy
     assert not paths.stage("train").exists()
 
 
-def test_what_another_process_reads_is_not_deleted_under_it(finished):
-    before = contents(finished / RUN / "extract")
+@pytest.mark.parametrize("stage", ["prepare", "extract"])
+def test_what_another_process_reads_is_not_deleted_under_it(finished, stage):
+    before = contents(finished / RUN / stage)
     with sole_process(RunPaths(finished / RUN), "train"):
-        refused = draftsmith("extract", "recipe.yaml", "--redo", cwd=finished)
+        refused = draftsmith(stage, "recipe.yaml", "--redo", cwd=finished)
     assert refused.returncode == 2
-    assert f"extract: --redo would delete what `train` reads, and process {os.getpid()} is at work on it" in (
+    assert f"{stage}: --redo would delete what `train` reads, and process {os.getpid()} is at work on it" in (
         refused.stderr
     )
-    assert contents(finished / RUN / "extract") == before
+    assert contents(finished / RUN / stage) == before
+
+
+def test_a_store_that_is_on_another_disk_by_a_link_is_left_there(tmp_path):
+    paths, disk = RunPaths(tmp_path / "run"), tmp_path / "disk"
+    write_json(paths.stage_file("extract"), {"status": "done"})
+    write_json(disk / "manifest.json", {})
+    paths.store.symlink_to(disk)
+    with pytest.raises(RequestError, match="extract/store is a link"):
+        set_aside(paths, "extract")
+    assert (paths.store / "manifest.json").exists()
+
+
+def test_what_was_set_aside_is_room_for_the_new_store(tmp_path):
+    paths = RunPaths(tmp_path)
+    write_json(paths.stage_file("extract"), {"status": "done"})
+    paths.store.mkdir()
+    with open(paths.store / "shard-00000.safetensors", "wb") as shard:
+        shard.truncate(1 << 42)  # which takes no room on the disk
+    set_aside(paths, "extract")
+    assert room_for_store(paths) >= 1 << 42

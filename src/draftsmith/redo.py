@@ -30,16 +30,17 @@ def set_aside(paths: RunPaths, stage: str) -> None:
     """Make room for the stage to be done anew. Of two `--redo`, the results before the first are kept.
 
     Raises:
-        RequestError: another process reads what the stage left; or it is on a disk of its own, where a new folder
-            would not be.
+        RequestError: another process reads what the stage left; or some of it is on a disk of its own, where a new
+            folder would not be.
     """
     folder = paths.stage(stage)
-    if folder.is_symlink() or folder.is_mount():
-        raise RequestError(
-            f"{folder} is a link or a disk of its own, which --redo leaves alone",
-            where=stage,
-            hint="delete what is in it, then give the command without --redo",
-        )
+    for place in (folder, *folder.iterdir()):
+        if place.is_symlink() or place.is_mount():
+            raise RequestError(
+                f"{place} is a link or a disk of its own, which --redo leaves alone",
+                where=stage,
+                hint=f"delete what is in it, and {paths.stage_file(stage)}; then give the command without --redo",
+            )
     with _without_readers(paths, stage):
         if _aside(paths, stage).exists():
             _put_back(paths, stage)
@@ -72,8 +73,8 @@ def settle(paths: RunPaths, stage: str) -> None:
         print(f"{stage}: nothing came of --redo; the results before it are back in place", file=sys.stderr)
     else:
         print(
-            f"{stage}: the results before --redo are in {aside} until it is done anew; to have them back, move them to "
-            f"{paths.stage(stage)}",
+            f"{stage}: the results before --redo are in {aside} until it is done anew; to have them back: "
+            f"rm -r {paths.stage(stage)} && mv {aside} {paths.stage(stage)}",
             file=sys.stderr,
         )
 
