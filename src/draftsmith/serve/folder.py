@@ -12,6 +12,7 @@ from draftsmith.engines import ENGINES
 from draftsmith.errors import CheckpointError, RequestError
 from draftsmith.recipe import Recipe
 from draftsmith.serve import report_of
+from draftsmith.serve.draft_tokens import beyond_measured
 
 CONFIG, MANIFEST = "config.json", "draftsmith.json"
 _GIVE = "give RUN/export/vllm, a published draft's folder, or a recipe"
@@ -60,7 +61,8 @@ def serve_folder(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, dict[s
             where=str(folder),
             hint="serve.engine=vllm; or export it for SGLang, which export.formats does by itself where it can hold it",
         )
-    return recipe, report_of(recipe, engine, None, folder, heads, draft_tokens, manifest.get("requires", []), [])
+    notes = beyond_measured(draft_tokens, _section(manifest, "acceptance", folder / MANIFEST))
+    return recipe, report_of(recipe, engine, None, folder, heads, draft_tokens, manifest.get("requires", []), notes)
 
 
 def _section(of: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
