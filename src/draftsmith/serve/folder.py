@@ -21,7 +21,7 @@ _GIVE = "give RUN/export/vllm, a published draft's folder, or a recipe"
 def serve_folder(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, dict[str, Any]]:
     """The report of `serve` for a draft's folder, and the recipe that it follows: the defaults, and the overrides.
 
-    Target, engine and K are those that the folder names, unless the overrides do.
+    Target, its dtype, engine and K are those that the folder names, unless the overrides do.
 
     Raises:
         CheckpointError: it is no draft as an engine takes it.
@@ -38,9 +38,13 @@ def serve_folder(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, dict[s
     speculators = _section(config, "speculators_config", folder / CONFIG)
     verifier = _section(speculators, "verifier", folder / CONFIG)
     made_for = _section(manifest, "target", folder / MANIFEST)
-    target = {"model": made_for.get("model") or verifier.get("name_or_path"), "revision": made_for.get("revision")}
+    target = {
+        "model": made_for.get("model") or verifier.get("name_or_path"),
+        "revision": made_for.get("revision"),
+        "dtype": made_for.get("computation_dtype", "auto"),
+    }
     if any(override.startswith("target.model=") for override in overrides):
-        target = {}
+        target["revision"] = None
     elif target["model"] is None:
         raise RequestError(
             "does not say which target it was made for",
