@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -97,6 +98,30 @@ def test_old_results_are_kept_beside_new_ones_that_are_half_done(tmp_path, capsy
     settle(paths, "train")
     assert not aside.exists()
     assert not paths.stage("train").exists()
+
+
+def test_what_is_there_without_a_record_is_not_taken_for_done(finished, tmp_path):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    record = copy / RUN / "train/stage.json"
+    before = record.read_bytes()
+    record.unlink()
+    refused = draftsmith("train", "recipe.yaml", "train.max_steps=2", cwd=copy)
+    assert refused.returncode == 2
+    assert f"no {record.relative_to(copy)} that says of which settings and inputs it is" in refused.stderr
+    record.write_bytes(before)
+    assert "train: done already" in draftsmith("train", "recipe.yaml", cwd=copy).stderr
+    record.unlink()
+    again = draftsmith("train", "recipe.yaml", "train.max_steps=2", "--redo", "--json", cwd=copy)
+    assert json.loads(again.stdout)["steps"] == 2, again.stderr
+
+
+def test_a_store_that_was_brought_from_elsewhere_is_taken(finished, tmp_path):
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    (copy / RUN / "extract/stage.json").unlink()
+    written = [file.stat().st_ino for file in sorted((copy / RUN / "extract/store").glob("shard*"))]
+    taken = draftsmith("extract", "recipe.yaml", cwd=copy)
+    assert taken.returncode == 0, taken.stderr
+    assert [file.stat().st_ino for file in sorted((copy / RUN / "extract/store").glob("shard*"))] == written
 
 
 @pytest.mark.parametrize("stage", ["prepare", "extract"])

@@ -17,7 +17,7 @@ from draftsmith import __version__, launch
 from draftsmith.errors import DataError, DraftsmithError, Interrupted, MissingInputError, RequestError, StaleError
 from draftsmith.machine import describe_machine
 from draftsmith.recipe import Recipe
-from draftsmith.redo import ALWAYS, came_of_it, kept_until_done, set_aside, settle
+from draftsmith.redo import ALWAYS, came_of_it, kept_until_done, refuse_unrecorded, set_aside, settle
 from draftsmith.rundir import (
     ALSO_READ,
     INPUTS,
@@ -113,8 +113,9 @@ def _run_alone(
 ) -> dict[str, Any]:
     wanted = fingerprint(stage, recipe, paths)
     settle(paths, stage)
-    if redo and stage not in ALWAYS and paths.stage_file(stage).exists():
+    if redo:
         set_aside(paths, stage)
+    refuse_unrecorded(paths, stage)
     state = None if stage in ALWAYS else read_state(paths, stage)
     if state is not None and state["status"] != "done" and not came_of_it(paths, stage):
         state = None  # mended settings are no other ones

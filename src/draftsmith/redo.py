@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from draftsmith.errors import RequestError
-from draftsmith.rundir import ALSO_READ, INPUTS, RunPaths, append_event, sole_process, sync_folder
+from draftsmith.errors import RequestError, StaleError
+from draftsmith.rundir import ALSO_READ, INPUTS, RunPaths, append_event, sole_process, sync_folder, write_json
 
 ALWAYS = ("serve", "report")  # a command line and a page cost nothing to make again
 
@@ -26,6 +26,25 @@ def came_of_it(paths: RunPaths, stage: str) -> bool:
     return any(not file.is_file() or file.stat().st_size for file in found)
 
 
+def refuse_unrecorded(paths: RunPaths, stage: str) -> None:
+    """Raises StaleError where a stage left something, and there is no record of what it is of."""
+    if found := _unrecorded(paths, stage):
+        raise StaleError(
+            f"{found} is there, and no {paths.stage_file(stage)} that says of which settings and inputs it is",
+            where=stage,
+            hint=f"restore that record from a copy; or `draftsmith {stage} RECIPE --redo` deletes all that is in "
+            f"{paths.stage(stage)} and does it again",
+        )
+
+
+def _unrecorded(paths: RunPaths, stage: str) -> Path | None:
+    """One file, if any. A store says itself what it is of, and may be brought here; `evaluate --why` has no record."""
+    if stage in ALWAYS or paths.stage_file(stage).exists():
+        return None
+    files = (Path(folder, name) for folder, _, names in os.walk(paths.stage(stage)) for name in names)
+    return next((file for file in files if paths.store not in file.parents and file.name != "why.json"), None)
+
+
 def set_aside(paths: RunPaths, stage: str) -> None:
     """Make room for the stage to be done anew. Of two `--redo`, the results before the first are kept.
 
@@ -33,17 +52,21 @@ def set_aside(paths: RunPaths, stage: str) -> None:
         RequestError: another process reads what the stage left; or some of it is on a disk of its own, where a new
             folder would not be.
     """
-    folder = paths.stage(stage)
+    folder, record = paths.stage(stage), paths.stage_file(stage)
+    if stage in ALWAYS or not (record.exists() or _unrecorded(paths, stage)):
+        return
     for place in (folder, *folder.iterdir()):
         if place.is_symlink() or place.is_mount():
             raise RequestError(
                 f"{place} is a link or a disk of its own, which --redo leaves alone",
                 where=stage,
-                hint=f"delete what is in it, and {paths.stage_file(stage)}; then give the command without --redo",
+                hint=f"delete what is in it, and {record}; then give the command without --redo",
             )
     with _without_readers(paths, stage):
         if _aside(paths, stage).exists():
             _put_back(paths, stage)
+        if not record.exists():
+            write_json(record, {})  # what is set aside without one is rubbish
         append_event(paths, stage, "redo")
         os.rename(folder, _aside(paths, stage))
         sync_folder(paths.root)
