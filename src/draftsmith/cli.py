@@ -43,7 +43,7 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.field=value …]", help="Settings that replace the recipe's")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else")]
-Redo = Annotated[bool, typer.Option("--redo", help="Delete the results there are and do it again")]
+Redo = Annotated[bool, typer.Option("--redo", help="Do it again, in place of the results there are")]
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from draftsmith import __version__, launch
 from draftsmith.errors import DataError, DraftsmithError, Interrupted, MissingInputError, RequestError, StaleError
 from draftsmith.machine import describe_machine
 from draftsmith.recipe import Recipe
+from draftsmith.redo import ALWAYS, came_of_it, kept_until_done, refuse_unrecorded, set_aside, settle
 from draftsmith.rundir import (
     ALSO_READ,
     INPUTS,
@@ -32,7 +32,6 @@ from draftsmith.rundir import (
 )
 from draftsmith.store.ledger import LEDGER, lost_shards, read_ledger
 
-ALWAYS = ("serve", "report")  # a command line and a page cost nothing to make again
 DRAFT_FILES = ("config.json", "model.safetensors")
 
 
@@ -117,11 +116,12 @@ def _run_alone(
     stage: str, recipe: Recipe, paths: RunPaths, redo: bool, work: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
     wanted = fingerprint(stage, recipe, paths)
-    if redo and paths.stage_file(stage).exists():
-        append_event(paths, stage, "redo")
-        shutil.rmtree(paths.stage(stage))
+    settle(paths, stage)
+    if redo:
+        set_aside(paths, stage)
+    refuse_unrecorded(paths, stage)
     state = None if stage in ALWAYS else read_state(paths, stage)
-    if state is not None and state["status"] != "done" and not _came_of_it(paths, stage):
+    if state is not None and state["status"] != "done" and not came_of_it(paths, stage):
         state = None  # mended settings are no other ones
     if state is not None:
         recorded = state["fingerprint"]
@@ -142,6 +142,18 @@ def _run_alone(
             append_event(paths, stage, "skipped")
             print(f"{stage}: done already", file=sys.stderr)
             return state["report"]
+    with kept_until_done(paths, stage):
+        return _do(stage, paths, wanted, state, work)
+
+
+def _do(
+    stage: str,
+    paths: RunPaths,
+    wanted: dict[str, Any],
+    state: dict[str, Any] | None,
+    work: Callable[[], dict[str, Any]],
+) -> dict[str, Any]:
+    """Begin the stage, or go on from its `state`, and record how it ended."""
     resuming = state is not None
     started = time.time()
     record: dict[str, Any] = {"status": "running", "fingerprint": wanted, "version": __version__}
@@ -172,12 +184,6 @@ def _run_alone(
 def _took(state: dict[str, Any]) -> str:
     seconds = state["report"].get("seconds") if state["status"] == "done" else None
     return "" if seconds is None else f", of which the last {seconds:,.0f} s of work"
-
-
-def _came_of_it(paths: RunPaths, stage: str) -> bool:
-    """Whether a stage left more than its record. An empty file is nothing; an empty folder may be a disk's."""
-    found = (file for file in paths.stage(stage).iterdir() if file != paths.stage_file(stage))
-    return any(not file.is_file() or file.stat().st_size for file in found)
 
 
 def _without(outputs: dict[str, str], name: str) -> dict[str, str]:

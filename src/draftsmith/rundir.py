@@ -10,6 +10,7 @@ RUN/
   evaluate/acceptance.json                           evaluate/served.json
   export/vllm/ export/sglang/
   report/report.html      and recipe.yaml, the settings on record
+  .STAGE.before-redo/     what the stage left before --redo, until it is done anew
 """
 
 from __future__ import annotations

@@ -62,4 +62,4 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Pat
 @pytest.fixture
 def copy(finished: Path, tmp_path: Path) -> Path:
     """The finished run, to be damaged."""
-    return shutil.copytree(finished, tmp_path / "copy", ignore=shutil.ignore_patterns("*.safetensors", "report"))
+    return shutil.copytree(finished, tmp_path / "copy", ignore=shutil.ignore_patterns("report"))

@@ -304,6 +304,27 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(copy, name, damage):
         assert page.by_id("acceptance").numbers | page.by_id("states").numbers == figures
 
 
+@pytest.mark.parametrize(
+    ("stage", "gone"),
+    [
+        ("prepare", "prepare/corpus.parquet"),
+        ("extract", "extract/store"),
+        ("extract", "extract/store/shard-00000.safetensors"),
+        ("train", "train/checkpoints"),
+        ("train", "train/checkpoints/final/model.safetensors"),
+        ("export", "export/vllm"),
+    ],
+)
+def test_what_a_stage_wrote_and_somebody_deleted_is_named(copy, stage, gone):
+    path = copy / gone
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    report = write_report(copy)
+    assert report["damaged"] == [f"{gone}: is not there, and `{stage}` wrote it"]
+    assert "6 of 7 stages done" in report["summary"][0]
+    assert f"  {stage}: not whole" in report["summary"]
+    assert cells(parse(Path(report["page"]).read_text()).by_id("pipeline"), stage)[0] == "not whole"
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(RequestError, match="is not the folder of a run"):
         write_report(tmp_path)

@@ -14,6 +14,7 @@ from draftsmith import recipe as recipes
 from draftsmith.engines import ENGINES
 from draftsmith.errors import RequestError
 from draftsmith.rundir import RunPaths, digest_draft, write_json
+from draftsmith.serve.folder import serve_folder
 from tests.export.builders import PLAIN, make_facts
 from tests.export.test_run import trained_run
 
@@ -182,6 +183,17 @@ def test_served_figures_of_before_there_were_two_engines_are_vllms(paths, tiny_t
 def test_the_forecast_of_another_draft_or_engine_chooses_nothing(paths, tiny_target, other):
     leave_forecast(paths, {"1": {"num_speculative_tokens": 5, "speedup": 1.5}}, **other)
     assert serve.run(make_recipe(tiny_target), paths)["num_speculative_tokens"] == 3
+
+
+def test_more_draft_tokens_than_were_measured_are_told(paths, tiny_target):
+    write_json(paths.acceptance, {"num_speculative_tokens": 3})
+    assert serve.run(make_recipe(tiny_target, {"num_speculative_tokens": 3}), paths)["notes"] == []
+    (note,) = serve.run(make_recipe(tiny_target, {"num_speculative_tokens": 4}), paths)["notes"]
+    assert note.startswith("K = 4 is more than the 3 that `evaluate` measured")
+    (paths.export("vllm") / "draftsmith.json").write_text(
+        '{"target": {"model": "org/x"}, "acceptance": ' + paths.acceptance.read_text() + "}"
+    )
+    assert serve_folder(paths.export("vllm"), ["serve.num_speculative_tokens=4"])[1]["notes"] == [note]
 
 
 @pytest.mark.vllm

@@ -43,6 +43,21 @@ def test_target_and_draft_tokens_are_those_of_the_export_unless_others_are_named
     assert option(arguments, "--port") == "9000"
 
 
+def test_the_target_is_loaded_as_in_the_run_from_whatever_folder(tmp_path, tiny_target, monkeypatch):
+    """Its path was relative in the recipe."""
+    paths = trained_run(tmp_path / "run", tiny_target, **PLAIN)
+    shutil.copytree(tiny_target, tmp_path / "target")
+    monkeypatch.chdir(tmp_path)
+    export.run(make_recipe("target", dtype="float16"), paths)
+    monkeypatch.chdir(tmp_path / "run")
+    for format in ("vllm", "sglang"):
+        arguments = serve_folder(paths.export(format), [])[1]["arguments"]
+        assert str(tmp_path / "target") in arguments
+        assert option(arguments, "--dtype") == "float16"
+    arguments = serve_folder(paths.export("vllm"), ["target.dtype=bfloat16"])[1]["arguments"]
+    assert option(arguments, "--dtype") == "bfloat16"
+
+
 def test_a_published_draft_without_our_manifest_names_its_target_itself_or_is_asked_for_it(draft, tiny_target):
     (draft / "draftsmith.json").unlink()
     arguments = serve_folder(draft, [])[1]["arguments"]

@@ -41,7 +41,8 @@ def describe(
         "draftsmith": __version__,
         "format": format,
         "requires": requires,
-        "target": {"model": recipe.target.model} | {name: getattr(facts, name) for name in _TARGET},
+        "target": {"model": recipe.target.name_for_engines, "computation_dtype": recipe.target.dtype}
+        | {name: getattr(facts, name) for name in _TARGET},
         "draft": draft.config.to_json(),
         "aux_layer_ids": {"ids": list(draft.config.aux_layer_ids), "convention": CONVENTION},
         "tensors": {

@@ -115,6 +115,7 @@ def _refuse_another_corpus(paths: RunPaths, committed: dict[str, int], lengths: 
 
 def _refuse_small_disk(paths: RunPaths, manifest: Manifest, missing: dict[str, int]) -> None:
     from draftsmith.corpus import corpus_taught
+    from draftsmith.redo import bytes_aside
     from draftsmith.store.sizes import predict_bytes
 
     taught = corpus_taught(paths.corpus)
@@ -124,7 +125,7 @@ def _refuse_small_disk(paths: RunPaths, manifest: Manifest, missing: dict[str, i
         hidden_size=manifest.hidden_size,
         codec=manifest.codec,
     )
-    free = shutil.disk_usage(paths.store).free
+    free = shutil.disk_usage(paths.store).free + bytes_aside(paths, "extract")
     append_event(paths, "extract", "predicted", samples=len(missing), tokens=sum(missing.values()), bytes=needed)
     if needed > free:
         raise StoreError(
@@ -142,6 +143,7 @@ def _capture(
     from contextlib import closing
 
     from draftsmith.progress import progress
+    from draftsmith.redo import delete_aside
     from draftsmith.signals import check_stop, stop_requested
 
     done = sum(writer.committed.values())
@@ -150,6 +152,7 @@ def _capture(
         closing(_source(recipe, paths, facts, writer, lengths, bar.restart)) as source,
     ):
         for found in source:
+            delete_aside(paths, "extract")  # the target is loaded and proven, and the new store may need the room
             committed = writer.add(found)
             bar.advance(sum(len(f.input_ids) for f in found))
             if stop_requested():

@@ -16,6 +16,7 @@ from draftsmith.probe.checks import Check
 from draftsmith.probe.machine import inspect_machine
 from draftsmith.recipe import Probe, Recipe, Train
 from draftsmith.records import TargetFacts
+from draftsmith.redo import bytes_aside
 from draftsmith.rundir import RunPaths
 from draftsmith.store.sizes import bytes_per_token
 
@@ -113,11 +114,11 @@ def count_tokens(recipe: Recipe) -> Tokens:
 
 
 def room_for_store(paths: RunPaths) -> int:
-    """Bytes that the run's store may come to hold: what is free on its disk, and what it has already."""
+    """Bytes that the run's store may come to hold: what is free on its disk, and what it has already, or had."""
     folder = paths.store.absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     written = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return shutil.disk_usage(existing).free + written
+    return shutil.disk_usage(existing).free + written + bytes_aside(paths, "extract")
 
 
 def text_config(config: dict[str, Any], wrapper: str | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from draftsmith.corpus import corpus_lengths
 from draftsmith.errors import DraftsmithError, RequestError
 from draftsmith.rundir import STAGES, RunPaths
+from draftsmith.store.ledger import LEDGER, read_ledger
 from draftsmith.store.manifest import MANIFEST, read_manifest
 
 SHOWN = tuple(stage for stage in STAGES if stage != "report")
@@ -22,7 +23,7 @@ class StageRecord:
     """One stage as stage.json and events.jsonl have it."""
 
     name: str
-    status: str  # "done", "failed", "interrupted", "in work, or killed", "damaged", "not done"
+    status: str  # "done", "failed", "interrupted", "in work, or killed", "damaged", "not done", "not whole"
     report: dict[str, Any]  # empty until it is done
     settings: dict[str, Any]  # by section, as in the fingerprint
     version: str | None  # of draftsmith
@@ -96,10 +97,10 @@ class _Reader:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
-            self._note(path, f"damaged: {error}")
+            self.note(path, f"damaged: {error}")
             return {}
         if not isinstance(data, dict):
-            self._note(path, f"damaged: a JSON object is expected, not {type(data).__name__}")
+            self.note(path, f"damaged: a JSON object is expected, not {type(data).__name__}")
             return {}
         return data
 
@@ -110,11 +111,11 @@ class _Reader:
         except FileNotFoundError:
             return []
         except OSError as error:
-            self._note(path, f"cannot be read: {error}")
+            self.note(path, f"cannot be read: {error}")
             return []
         found = [line for text in texts if (line := _json_object(text)) is not None]
         if lost := len(texts) - len(found):
-            self._note(path, f"{lost} of {len(texts)} lines are not whole; they are passed over")
+            self.note(path, f"{lost} of {len(texts)} lines are not whole; they are passed over")
         return found
 
     def translated(self, path: Path, read: Callable[[], Any]) -> Any:
@@ -124,12 +125,12 @@ class _Reader:
         try:
             return read()
         except DraftsmithError as error:
-            self._note(path, error.what)
+            self.note(path, error.what)
         except (OSError, ValueError) as error:
-            self._note(path, f"damaged: {error}")
+            self.note(path, f"damaged: {error}")
         return None
 
-    def _note(self, path: Path, problem: str) -> None:
+    def note(self, path: Path, problem: str) -> None:
         self.damaged.append(f"{path.relative_to(self.root)}: {problem}")
 
 
@@ -145,10 +146,13 @@ def _stage(name: str, reader: _Reader, paths: RunPaths, events: list[dict[str, A
     noted = len(reader.damaged)
     state = reader.document(paths.stage_file(name))
     own = [event for event in events if event.get("stage") == name]
-    redone = max((i for i, event in enumerate(own) if event.get("event") == "redo"), default=-1)
-    own = [event for event in own[redone + 1 :] if event.get("event") in (*BEGUN, *ENDED)]
+    own = [event for event in _of_what_is_there(own) if event.get("event") in (*BEGUN, *ENDED)]
     last = own[-1] if own else {}
     status = "damaged" if len(reader.damaged) > noted else _status(state, last.get("event"))
+    if status == "done" and (gone := _gone(name, state, reader, paths)):
+        status = "not whole"
+        for file in gone:
+            reader.note(file, f"is not there, and `{name}` wrote it")
     report = _dict(state.get("report"))
     ends = [event for event in own if event["event"] in ENDED]
     measured = [event["seconds"] for event in ends if isinstance(event.get("seconds"), int | float)]
@@ -163,6 +167,38 @@ def _stage(name: str, reader: _Reader, paths: RunPaths, events: list[dict[str, A
         seconds=sum(measured) if measured else report.get("seconds"),
         error=last.get("error") if last.get("event") == "failed" else None,
     )
+
+
+def _gone(name: str, state: dict[str, Any], reader: _Reader, paths: RunPaths) -> list[Path]:
+    """What a finished stage wrote for others and is not there any more: a folder, where all of it is gone."""
+    wrote = [paths.stage(name) / file for file in _dict(state.get("outputs"))]
+    if name == "train":
+        wrote.append(paths.checkpoints / "final" / "model.safetensors")
+    if name == "extract":
+        ledger = reader.translated(paths.store / LEDGER, lambda: read_ledger(paths.store))
+        shards = [entry.shard for entry in ledger.entries] if ledger else []
+        wrote += [paths.store / file for file in (MANIFEST, LEDGER, *shards)]
+    return sorted({_topmost(file) for file in wrote if not file.exists()})
+
+
+def _topmost(gone: Path) -> Path:
+    while not gone.parent.exists():
+        gone = gone.parent
+    return gone
+
+
+def _of_what_is_there(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A stage's events without those of results that --redo deleted, or of a --redo of which nothing came."""
+    before: list[dict[str, Any]] = []
+    there: list[dict[str, Any]] = []
+    for event in events:
+        if event.get("event") == "redo":
+            before, there = there, []
+        elif event.get("event") == "restored":
+            there = before
+        else:
+            there.append(event)
+    return there
 
 
 def _status(state: dict[str, Any], last_event: str | None) -> str:

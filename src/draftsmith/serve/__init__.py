@@ -23,12 +23,14 @@ def run(recipe: Recipe, paths: RunPaths) -> dict[str, Any]:
         RequestError: the draft was not exported for this engine, or cannot be split over so many devices.
     """
     from draftsmith.engines import ENGINES, exported_draft
-    from draftsmith.serve.draft_tokens import choose_draft_tokens
+    from draftsmith.serve.draft_tokens import beyond_measured, choose_draft_tokens
 
     engine = ENGINES[recipe.serve.engine]
     folder = exported_draft(paths, engine, f"serve.engine={engine.NAME}")
     manifest = json.loads((folder / "draftsmith.json").read_text(encoding="utf-8"))
+    measured = json.loads(paths.acceptance.read_text(encoding="utf-8")) if paths.acceptance.exists() else {}
     draft_tokens, notes = choose_draft_tokens(recipe, paths)
+    notes += beyond_measured(draft_tokens, measured or manifest.get("acceptance") or {})
     heads, requires = manifest["draft"]["num_attention_heads"], manifest["requires"]
     return report_of(recipe, engine, paths.read_facts(), folder, heads, draft_tokens, requires, notes)
 

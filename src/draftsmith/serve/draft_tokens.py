@@ -9,6 +9,16 @@ from draftsmith.recipe import Recipe
 from draftsmith.rundir import RunPaths, digest_draft
 
 
+def beyond_measured(draft_tokens: int, acceptance: dict[str, Any]) -> list[str]:
+    """What a person should know of so many draft tokens, given what `evaluate` found."""
+    measured = acceptance.get("num_speculative_tokens")
+    if not isinstance(measured, int) or draft_tokens <= measured:
+        return []
+    return [
+        f"K = {draft_tokens} is more than the {measured} that `evaluate` measured: what the rest brings is not known"
+    ]
+
+
 def choose_draft_tokens(recipe: Recipe, paths: RunPaths) -> tuple[int, list[str]]:
     """K as said, else the fastest, measured or forecast, at the concurrency nearest to serving's, else as evaluated.
 

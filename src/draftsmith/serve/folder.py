@@ -12,6 +12,7 @@ from draftsmith.engines import ENGINES
 from draftsmith.errors import CheckpointError, RequestError
 from draftsmith.recipe import Recipe
 from draftsmith.serve import report_of
+from draftsmith.serve.draft_tokens import beyond_measured
 
 _GIVE = "give RUN/export/vllm, a published draft's folder, or a recipe"
 
@@ -19,7 +20,7 @@ _GIVE = "give RUN/export/vllm, a published draft's folder, or a recipe"
 def serve_folder(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, dict[str, Any]]:
     """The report of `serve` for a draft's folder, and the recipe that it follows: the defaults, and the overrides.
 
-    Target, engine and K are those that the folder names, unless the overrides do.
+    Target, its dtype, engine and K are those that the folder names, unless the overrides do.
 
     Raises:
         CheckpointError: it is no draft as an engine takes it.
@@ -37,9 +38,13 @@ def serve_folder(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, dict[s
     speculators = section(config, "speculators_config", folder / CONFIG)
     verifier = section(speculators, "verifier", folder / CONFIG)
     made_for = section(manifest, "target", folder / MANIFEST)
-    target = {"model": made_for.get("model") or verifier.get("name_or_path"), "revision": made_for.get("revision")}
+    target = {
+        "model": made_for.get("model") or verifier.get("name_or_path"),
+        "revision": made_for.get("revision"),
+        "dtype": made_for.get("computation_dtype", "auto"),
+    }
     if any(override.startswith("target.model=") for override in overrides):
-        target = {}
+        target["revision"] = None
     elif target["model"] is None:
         raise RequestError(
             "does not say which target it was made for",
@@ -60,4 +65,5 @@ def serve_folder(folder: Path, overrides: Sequence[str]) -> tuple[Recipe, dict[s
             where=str(folder),
             hint="serve.engine=vllm; or export it for SGLang, which export.formats does by itself where it can hold it",
         )
-    return recipe, report_of(recipe, engine, None, folder, heads, draft_tokens, manifest.get("requires", []), [])
+    notes = beyond_measured(draft_tokens, section(manifest, "acceptance", folder / MANIFEST))
+    return recipe, report_of(recipe, engine, None, folder, heads, draft_tokens, manifest.get("requires", []), notes)
