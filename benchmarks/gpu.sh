@@ -44,7 +44,7 @@ served() {
         "prepare.regenerate.url=http://127.0.0.1:$port/v1" ${settings[@]+"${settings[@]}"}) server status
     setsid $python -m vllm.entrypoints.openai.api_server --model "$model" --port $port --gpu-memory-utilization 0.3 > "$out/answers.log" 2>&1 &
     server=$!
-    until curl --silent --fail --noproxy '*' http://127.0.0.1:$port/health; do
+    until no_proxy='*' $python -c "import urllib.request as r; r.urlopen('http://127.0.0.1:$port/health')" 2>/dev/null; do
         kill -0 $server 2>/dev/null || { echo "the server of the answers ended: $out/answers.log"; return 1; }
         sleep 1
     done

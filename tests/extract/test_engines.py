@@ -165,14 +165,14 @@ def test_sequences_that_are_encoded_together_are_each_their_own(tmp_path: Path, 
 
 
 def test_a_sequence_is_named_only_once_it_is_all_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+    found, link = [], os.symlink
 
-    def rename(aside: str, path: Path) -> None:
-        assert not path.exists()
-        os.replace(aside, path)
+    def watched(text: str, path: Path) -> None:
+        assert not os.path.lexists(path)
+        link(text, path)
         found.append(take_sequence(tmp_path, 0, [LAYER_IDS])[1][""].clone())
 
-    monkeypatch.setattr(spool.os, "rename", rename)
+    monkeypatch.setattr(spool.os, "symlink", watched)
     SpoolWriter(tmp_path, LAYER_IDS).put([Ended(0, torch.tensor(IDS, dtype=torch.int32), 0)], states())
     assert torch.equal(found[0], states())
 

@@ -29,7 +29,7 @@ class Chunk:
     Attributes:
         bytes: [capacity] uint8, the mapping.
         pinned: whether a device copies into it without being waited for.
-        names: the files that tell what is in it; their readers delete them once they have it mapped.
+        names: the links that tell what is in it; their readers delete them once they have it mapped.
         told: whether these have been written.
     """
 
@@ -44,7 +44,7 @@ class Chunk:
         """Whether all that was in it has been read, and nobody has it mapped.
 
         Args:
-            there: names of the spool's files.
+            there: names of all that is in the spool.
         """
         if not self.told or not self.names.isdisjoint(there):
             return False
@@ -72,32 +72,32 @@ class Chunks:
 
     def __init__(self, folder: Path, name: str, pin: bool) -> None:
         self._folder, self._name, self._pin = folder, name, pin
-        self._chunks: list[Chunk] = []
+        self._chunks: list[Chunk] = []  # the one taken longest ago first
         self._made = 0
 
     def take(self, size: int, names: Collection[str]) -> Chunk:
-        """One with room for `size` bytes that nobody uses, for what these files will tell of.
+        """One with room for `size` bytes that nobody uses, for what these links will tell of.
 
         Raises:
             OSError: there is no room for another.
         """
         there = set(os.listdir(self._folder))
-        free = [chunk for chunk in self._chunks if chunk.is_free(there)]
-        chunk = min((one for one in free if len(one.bytes) >= size), key=lambda one: len(one.bytes), default=None)
+        chunk = next((one for one in self._chunks if len(one.bytes) >= size and one.is_free(there)), None)
         if chunk is None:
-            for one in free:  # all too small
-                self._chunks.remove(one)
+            for one in [one for one in self._chunks if one.is_free(there)]:
+                self._chunks.remove(one)  # too small, as all that are free
                 one.delete()
             chunk = self._make(size + size // 4)
+        else:
+            self._chunks.remove(chunk)
+        self._chunks.append(chunk)
         chunk.names, chunk.told = frozenset(names), False
         return chunk
 
     def _make(self, size: int) -> Chunk:
         capacity = -(-size // ROUNDED_BYTES) * ROUNDED_BYTES
-        chunk = Chunk(self._folder / f"{PREFIX}{self._name}-{self._made}", capacity, self._pin)
         self._made += 1
-        self._chunks.append(chunk)
-        return chunk
+        return Chunk(self._folder / f"{PREFIX}{self._name}-{self._made}", capacity, self._pin)
 
 
 _mapped: WeakValueDictionary[tuple[int, int], mmap.mmap] = WeakValueDictionary()  # by device and number of the file

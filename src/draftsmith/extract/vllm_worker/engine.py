@@ -4,7 +4,7 @@
                       {"end": true} when there are no more. Input stays open; its end means that the driver is gone.
     engine → driver   one JSON line for each event, through a pipe of its own, since what vLLM prints goes to the log:
                       {"event": "ready", "capture", "parts"}; {"event": "done", "samples"}: the [number, next
-                      token] of those whose files are in the spool; {"event": "refused", "number", "reason"}
+                      token] of those whose links are in the spool; {"event": "refused", "number", "reason"}
 
 An exception ends the process; what it was is in the folder of failures.
 """
@@ -28,7 +28,7 @@ from typing import Any, TextIO
 from draftsmith.extract.vllm_worker.failures import ENGINE, describe, write_failure
 from draftsmith.extract.vllm_worker.internals import refuse_unknown_engine
 from draftsmith.extract.vllm_worker.options import Options, sampling_extra_args
-from draftsmith.extract.vllm_worker.spool import spool_file
+from draftsmith.extract.vllm_worker.spool import spool_link
 
 HERE = "draftsmith.extract.vllm_worker"
 Requests = queue.SimpleQueue[dict[str, Any]]
@@ -147,7 +147,7 @@ class Service:
 
     def __init__(self, engine: Any, spool: Path, parts: list[list[int]], requests: Requests, events: TextIO) -> None:
         self.engine, self.spool, self.parts, self.requests, self.events = engine, spool, parts, requests, events
-        self.finished: dict[int, Any] = {}  # outputs of the engine: the files of their states are on the way
+        self.finished: dict[int, Any] = {}  # outputs of the engine: the links to their states are on the way
         self.ended = False
 
     def run(self) -> None:
@@ -199,7 +199,7 @@ class Service:
         done = [
             number
             for number in self.finished
-            if all(spool_file(self.spool, number, ids[0]).name in there for ids in self.parts)
+            if all(spool_link(self.spool, number, ids[0]).name in there for ids in self.parts)
         ]
         if done:
             emit(self.events, "done", samples=[(number, self.finished.pop(number).token_ids[0]) for number in done])

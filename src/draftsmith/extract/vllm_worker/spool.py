@@ -1,4 +1,7 @@
-"""A captured sequence on its way from the engine to the store: a file that tells where it is, there once it is whole.
+"""A captured sequence on its way from the engine to the store: a link that tells where it is, there once it is whole.
+
+A symbolic link whose target is JSON, and no path: it is made whole by one call to the system. Each call lets go of the
+interpreter's lock, which the engine's own thread then has to wait for.
 
     chunk: name of the file in shared memory (`chunks.py`) that it lies in, with the others of its step
     tensors: name, dtype, shape, first byte of each: input_ids [T] int32, and the states as the store's codec encodes
@@ -41,13 +44,13 @@ class Ended:
     start: int
 
 
-def spool_file(folder: Path, number: int, first_id: int) -> Path:
+def spool_link(folder: Path, number: int, first_id: int) -> Path:
     """With pipeline parallelism, each stage writes the layers that it has, named by the first of them."""
     return folder / f"{number}.{first_id}"
 
 
 def take_sequence(folder: Path, number: int, writers: Sequence[Sequence[int]]) -> tuple[torch.Tensor, Parts]:
-    """Input ids [T] and the states' parts [T, L, …] of a sequence, mapped; its files are gone.
+    """Input ids [T] and the states' parts [T, L, …] of a sequence, mapped; its links are gone.
 
     Args:
         writers: the layer ids of each, ascending.
@@ -57,7 +60,7 @@ def take_sequence(folder: Path, number: int, writers: Sequence[Sequence[int]]) -
     """
     found = []
     for ids in writers:
-        path = spool_file(folder, number, ids[0])
+        path = spool_link(folder, number, ids[0])
         found.append(_read(path))
         path.unlink()
     input_ids, states = found[0]
@@ -69,7 +72,7 @@ def take_sequence(folder: Path, number: int, writers: Sequence[Sequence[int]]) -
 
 
 def _read(path: Path) -> tuple[torch.Tensor, Parts]:
-    told = json.loads(path.read_bytes())
+    told = json.loads(os.readlink(path))
     mapped, tensors = map_chunk(path.parent / told["chunk"]), {}
     for name, dtype_name, shape, start in told["tensors"]:
         dtype = getattr(torch, dtype_name)
@@ -106,15 +109,15 @@ class SpoolWriter:
         parts = CODECS[self.codec].encode(states) if self.codec else {"": states}
         tensors = [*parts.values(), *(one.input_ids for one in sequences)]
         *starts, size = accumulate((-(-one.nbytes // ALIGNMENT) * ALIGNMENT for one in tensors), initial=0)
-        files = [spool_file(self.folder, one.number, self.layer_ids[0]) for one in sequences]
+        links = [spool_link(self.folder, one.number, self.layer_ids[0]) for one in sequences]
         if self._chunks is None:
             self._chunks = Chunks(self.folder, str(self.layer_ids[0]), pin=states.is_cuda)
-        chunk = self._chunks.take(size, [file.name for file in files])
+        chunk = self._chunks.take(size, [link.name for link in links])
         places = [_view(chunk.bytes, one, start) for one, start in zip(tensors, starts, strict=True)]
         told = _tell(chunk, parts, sequences, starts)
         if not states.is_cuda:
             _copy(tensors, places)
-            _write(chunk, files, told)
+            _link(chunk, links, told)
             return
         if self._copies is None:
             self._copies = torch.cuda.Stream()
@@ -132,7 +135,7 @@ class SpoolWriter:
             copied.synchronize()
             if not chunk.pinned:
                 _copy(host, places)
-            _write(chunk, files, told)
+            _link(chunk, links, told)
 
         self._writing.append(self._threads.submit(finish))
 
@@ -151,7 +154,7 @@ class SpoolWriter:
 
 
 def _tell(chunk: Chunk, parts: Parts, sequences: Sequence[Ended], starts: Sequence[int]) -> list[str]:
-    """What the file of each sequence says."""
+    """What the link of each sequence says."""
     said = []
     for one, ids_start in zip(sequences, starts[len(parts) :], strict=True):
         tensors: list[Any] = [("input_ids", "int32", one.input_ids.shape, ids_start)]
@@ -163,12 +166,9 @@ def _tell(chunk: Chunk, parts: Parts, sequences: Sequence[Ended], starts: Sequen
     return said
 
 
-def _write(chunk: Chunk, files: Sequence[Path], told: Sequence[str]) -> None:
-    for file, text in zip(files, told, strict=True):
-        aside = f"{file}.partial"
-        with open(aside, "wb", buffering=0) as out:
-            out.write(text.encode())
-        os.rename(aside, file)
+def _link(chunk: Chunk, links: Sequence[Path], told: Sequence[str]) -> None:
+    for link, text in zip(links, told, strict=True):
+        os.symlink(text, link)
     chunk.told = True
 
 

@@ -78,7 +78,7 @@ class CaptureWorker(PlatformWorker):  # type: ignore[misc]
         return writer.layer_ids if writer is not None else ()
 
     def flush_capture(self) -> None:
-        """Wait for the files of everything captured so far."""
+        """Wait until everything is linked that was captured so far."""
         with self._reporting("flush_capture"):
             writer = self._capture()
             if writer is not None:
