@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What is measured on a GPU: benchmarks/gpu.sh OUT MODEL CONVERSATIONS [PART…] [SETTING=VALUE…]
 #
-#   OUT            a folder, for results and logs
+#   OUT            a folder, for results and logs; with run/prepare/answers.jsonl of an earlier run, which must be whole,
+#                  no server is started to write the answers
 #   MODEL          SmolLM2-135M-Instruct
 #   CONVERSATIONS  a ShareGPT file
 #   PART           checks, step, capture, kimi, rehearse, served; all of them, in this order, if none is named
@@ -39,20 +40,26 @@ rehearse() {
     $python -m draftsmith rehearse "$out/kimi-k2.5" --json > "$out/rehearse_kimi.json"
 }
 
-served() {
-    local all=("target.model=$model" "prepare.sources.0.path=$conversations" "run_dir=$out/run"
-        "prepare.regenerate.url=http://127.0.0.1:$port/v1" ${settings[@]+"${settings[@]}"}) server status
+answers() {
+    local status server
     setsid $python -m vllm.entrypoints.openai.api_server --model "$model" --port $port --gpu-memory-utilization 0.3 > "$out/answers.log" 2>&1 &
     server=$!
     until no_proxy='*' $python -c "import urllib.request as r; r.urlopen('http://127.0.0.1:$port/health')" 2>/dev/null; do
         kill -0 $server 2>/dev/null || { echo "the server of the answers ended: $out/answers.log"; return 1; }
         sleep 1
     done
-    $python -m draftsmith probe benchmarks/gpu.yaml "${all[@]}" && $python -m draftsmith prepare benchmarks/gpu.yaml "${all[@]}"
+    $python -m draftsmith probe benchmarks/gpu.yaml "$@" && $python -m draftsmith prepare benchmarks/gpu.yaml "$@"
     status=$?
     kill -TERM -- -$server
     wait $server
-    [ $status = 0 ] && $python -m draftsmith run benchmarks/gpu.yaml "${all[@]}"
+    return $status
+}
+
+served() {
+    local all=("target.model=$model" "prepare.sources.0.path=$conversations" "run_dir=$out/run"
+        "prepare.regenerate.url=http://127.0.0.1:$port/v1" ${settings[@]+"${settings[@]}"})
+    [ -e "$out/run/prepare/answers.jsonl" ] || answers "${all[@]}" || return 1
+    $python -m draftsmith run benchmarks/gpu.yaml "${all[@]}"
 }
 
 for part in "${parts[@]}"; do
