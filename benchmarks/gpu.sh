@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What is measured on a GPU: benchmarks/gpu.sh OUT MODEL CONVERSATIONS [PART…] [SETTING=VALUE…]
 #
-#   OUT            a folder, for results and logs; with run/prepare/answers.jsonl of an earlier run, which must be whole,
-#                  no server is started to write the answers
+#   OUT            a folder, for results and logs; with run/prepare of a run that was stopped once all answers were
+#                  there, no server is started to write them
 #   MODEL          SmolLM2-135M-Instruct
 #   CONVERSATIONS  a ShareGPT file
 #   PART           checks, step, capture, kimi, rehearse, served; all of them, in this order, if none is named
