@@ -93,8 +93,10 @@ def command(request: pytest.FixtureRequest, tmp_path: Path, tiny_target: Path) -
 
 
 def start(command: dict[str, Any], how: str) -> subprocess.Popen[str]:
-    environment = command["env"] | {"STAND_IN": how}
-    return subprocess.Popen(command["args"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command["args"], env=command["env"] | {"STAND_IN": how}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )  # fmt: skip  # under nohup it would be ignored, as it should be
 
 
 def runs(pid: int) -> bool:
