@@ -263,7 +263,9 @@ class Served(Section):
         description="held_out, mt_bench (first turns), humaneval, or a file of JSON lines or one array, whose records "
         "have `prompt`, `question`, `messages` or ShareGPT's `conversations`",
     )
-    prompts: PositiveInt = Field(80, description="Of each set, at most; asked again where more are in flight")
+    prompts: PositiveInt = Field(
+        80, description="Of each set, at most; asked again where more are in flight, or a repeat is over in under 3 s"
+    )
     max_tokens: Annotated[int, Field(ge=8)] = Field(
         128, description="Written for each prompt, past the end of an answer too"
     )

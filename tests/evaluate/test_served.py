@@ -25,6 +25,11 @@ from tests.export.builders import PLAIN
 CONCURRENCY, REPEATS, TOKENS = [1, 3], 2, 8
 
 
+@pytest.fixture(autouse=True)
+def short_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.evaluate.served.REPEAT_SECONDS", 0.0)
+
+
 @pytest.fixture
 def recipe_of(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Recipe, RunPaths]]:
     monkeypatch.setattr(engine_vllm, "_SETTLE_SECONDS", 0.001)
@@ -67,6 +72,21 @@ def test_running_engines_are_measured_and_the_other_figures_stay(recipe_of):
     assert report["engine_version"] == "of vllm", "of the one that answers, not of the one that is installed here"
     assert json.loads(paths.acceptance.read_text())["prompt_sets"] == json.loads(json.dumps(offline["prompt_sets"]))
     assert len([line for line in report["summary"] if "tokens/s against" in line]) == len(CONCURRENCY)
+
+
+def test_a_repeat_that_is_soon_over_asks_the_prompts_again_as_often_with_the_draft_as_without(recipe_of, monkeypatch):
+    monkeypatch.setattr("draftsmith.evaluate.served.REPEAT_SECONDS", 1e9)
+    monkeypatch.setattr("draftsmith.evaluate.served.MOST_TURNS", 4)
+    with serving(Engine(drafting=False)) as alone, serving(Engine()) as drafting:
+        recipe, paths = recipe_of(url=drafting, baseline_url=alone)
+        served = [found for found in run(recipe, paths)["prompt_sets"] if found["method"] == "served"]
+    assert [found["prompts"] for found in served] == [PROMPTS, 6], "each counts once"
+    assert [found["identical"]["identical"] for found in served] == [PROMPTS, 6]
+    lines = map(json.loads, (paths.stage("evaluate") / "served.jsonl").read_text().splitlines())
+    measured = [line["result"] for line in lines if "repeats" in line["result"]]
+    assert [one["times"] for one in measured] == [4] * 2 * len(CONCURRENCY)
+    tokens = [[repeat["tokens"] for repeat in one["repeats"]] for one in measured]
+    assert tokens == 2 * [[4 * PROMPTS * TOKENS] * REPEATS, [4 * 6 * TOKENS] * REPEATS]
 
 
 class ColdEngine(Engine):

@@ -7,6 +7,7 @@ Each is on disk, in served.jsonl, before the next begins.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,7 @@ from draftsmith.target import read_facts_of_run
 
 WARM_UP_TOKENS = 16
 STEP_SECONDS, MOST_TURNS = 3.0, 30  # of bursts that one step is measured by
+REPEAT_SECONDS = 3.0  # that a repeat lasts at the least: a machine's speed drifts
 
 
 @dataclass(frozen=True)
@@ -247,13 +249,21 @@ def _measure_step(plan: Plan, running: Running, sequences: int) -> float:
 def _measure(
     plan: Plan, side: Side, running: Running, asked: PromptSet, concurrency: int, alone: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """One set at one concurrency, in whole waves, as often as wanted; and where its texts are not those of `alone`."""
+    """One set at one concurrency, in whole waves, as often as wanted; and where its texts are not those of `alone`.
+
+    A repeat that would be over too soon asks the prompts several times, with the draft as often as without it.
+    """
     settings = plan.recipe.evaluate.served
     waves = -(-len(asked.prompts) // concurrency)
     prompts = list(islice(cycle(asked.prompts), waves * concurrency))
-    bursts = [_ask(plan, running, prompts, concurrency, settings.max_tokens) for _ in range(settings.repeats)]
-    texts = [reply.token_ids for reply in bursts[0].replies]
-    result: dict[str, Any] = {"repeats": [figures_of(burst) for burst in bursts], "texts": texts}
+    times = alone.get("times", 1) if alone else 1
+    bursts = [_ask(plan, running, prompts * times, concurrency, settings.max_tokens)]
+    if alone is None and bursts[0].seconds < REPEAT_SECONDS:
+        times = min(MOST_TURNS, math.ceil(REPEAT_SECONDS / bursts.pop().seconds))
+    while len(bursts) < settings.repeats:
+        bursts.append(_ask(plan, running, prompts * times, concurrency, settings.max_tokens))
+    texts = [reply.token_ids for reply in bursts[0].replies[: len(prompts)]]
+    result: dict[str, Any] = {"times": times, "repeats": [figures_of(burst) for burst in bursts], "texts": texts}
     _check_rounds(side, running, bursts)
     if alone is not None and settings.temperature == 0:
         judge = partial(running.engine.likeliest, running.url, running.model)
